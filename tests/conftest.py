@@ -1,0 +1,33 @@
+"""Set-up shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before anything loads an OpenMP runtime: the ranks of a test share the machine's cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# No test may go out to a hub: models are built from their configuration.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+_GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark everything in tests/gpu, and leave it out on a machine without a GPU."""
+    gpu = [item for item in items if _GPU_TESTS in item.path.parents]
+    for item in gpu:
+        item.add_marker(pytest.mark.gpu)
+    if gpu and not _has_gpu():
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if item not in gpu]
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
