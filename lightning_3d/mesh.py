@@ -1,0 +1,177 @@
+"""The grid of ranks: axes ``pp`` (outermost), ``dp`` and ``tp`` (innermost), built once and passed down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_3d.config import Sizes
+
+AXES = ("pp", "dp", "tp")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks that this rank meets along one axis, and its place among them."""
+
+    name: str
+    size: int
+    """Ranks along the axis."""
+    rank: int
+    """This rank's index along the axis."""
+    ranks: tuple[int, ...]
+    """Global ranks along the axis, in order."""
+    group: ProcessGroup | None = field(compare=False)
+    """Their process group; ``None`` when the size is 1, where nothing is sent."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first along the axis."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank is the last along the axis."""
+        return self.rank == self.size - 1
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank stands and whom it talks to.
+
+    Rank = (pp * DP + dp) * TP + tp, so that tensor-parallel ranks are neighbours (inside a node) and pipeline stages
+    are furthest apart. The ``control_*`` axes hold the same ranks with groups for messages in host memory (gloo);
+    on CPU they are the same objects as the others.
+    """
+
+    device: torch.device
+    device_mesh: DeviceMesh | None = field(compare=False)
+    """Mesh with the axes ``"pp"``, ``"dp"``, ``"tp"`` for DTensor and FSDP2; ``None`` in a world of one."""
+    pp: Axis
+    dp: Axis
+    tp: Axis
+    model: Axis
+    """The ``pp`` x ``tp`` ranks of this replica, stage by stage."""
+    world: Axis
+    control_pp: Axis
+    control_dp: Axis
+    control_model: Axis
+    control_world: Axis
+
+    @property
+    def rank(self) -> int:
+        """The global rank."""
+        return self.world.rank
+
+    @property
+    def sizes(self) -> Sizes:
+        """Ranks along every axis."""
+        return Sizes(pp=self.pp.size, dp=self.dp.size, tp=self.tp.size)
+
+    @property
+    def is_replica_reader(self) -> bool:
+        """Whether this rank reads the batches of its replica."""
+        return self.model.rank == 0
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's index along every axis."""
+        return {"pp": self.pp.rank, "dp": self.dp.rank, "tp": self.tp.rank}
+
+    @property
+    def where(self) -> str:
+        """This rank for messages, such as ``rank 5 (pp1 dp0 tp1)``."""
+        return where(self.rank, self.sizes)
+
+
+def coordinates(rank: int, sizes: Sizes) -> tuple[int, int, int]:
+    """Index of ``rank`` along ``pp``, ``dp`` and ``tp``."""
+    return rank // (sizes.dp * sizes.tp), rank // sizes.tp % sizes.dp, rank % sizes.tp
+
+
+def where(rank: int, sizes: Sizes) -> str:
+    """``rank`` with its place on the mesh, for messages."""
+    pp, dp, tp = coordinates(rank, sizes)
+    return f"rank {rank} (pp{pp} dp{dp} tp{tp})"
+
+
+def build_mesh(sizes: Sizes, device: torch.device) -> Mesh:
+    """The mesh of the initialised default process group.
+
+    Collective: every rank makes every group, in the same order.
+
+    Args:
+        sizes: Ranks along every axis; they multiply to the world size.
+        device: This rank's device.
+    """
+    if sizes.world == 1:
+        alone = {name: Axis(name, 1, 0, (0,), None) for name in (*AXES, "model", "world")}
+        return _mesh(device, None, alone, alone)
+    rank = dist.get_rank()
+    grid = torch.arange(sizes.world).view(sizes.pp, sizes.dp, sizes.tp)
+    device_mesh = DeviceMesh(device.type, grid, mesh_dim_names=AXES)
+    axes = {name: _from_device_mesh(device_mesh, name, rank) for name in AXES}
+    axes["model"] = _axis("model", grid.permute(1, 0, 2).reshape(sizes.dp, -1), rank, None, shared=axes)
+    axes["world"] = Axis("world", sizes.world, rank, tuple(range(sizes.world)), dist.group.WORLD)
+    control = axes
+    if device.type != "cpu":
+        rows = {
+            "pp": grid.permute(1, 2, 0).reshape(-1, sizes.pp),
+            "dp": grid.permute(0, 2, 1).reshape(-1, sizes.dp),
+            "tp": grid.reshape(-1, sizes.tp),
+            "model": grid.permute(1, 0, 2).reshape(sizes.dp, -1),
+            "world": grid.reshape(1, -1),
+        }
+        control = {name: _axis(name, ranks, rank, "gloo") for name, ranks in rows.items()}
+    return _mesh(device, device_mesh, axes, control)
+
+
+def _mesh(device: torch.device, device_mesh: DeviceMesh | None, axes: dict[str, Axis], control: dict[str, Axis]) -> Mesh:
+    return Mesh(
+        device=device,
+        device_mesh=device_mesh,
+        pp=axes["pp"],
+        dp=axes["dp"],
+        tp=axes["tp"],
+        model=axes["model"],
+        world=axes["world"],
+        control_pp=control["pp"],
+        control_dp=control["dp"],
+        control_model=control["model"],
+        control_world=control["world"],
+    )
+
+
+def _from_device_mesh(device_mesh: DeviceMesh, name: str, rank: int) -> Axis:
+    sub = device_mesh[name]
+    size = sub.size()
+    group = sub.get_group() if size > 1 else None
+    return Axis(name, size, sub.get_local_rank(), tuple(int(r) for r in sub.mesh.flatten().tolist()), group)
+
+
+def _axis(
+    name: str, rows: torch.Tensor, rank: int, backend: str | None, shared: dict[str, Axis] | None = None
+) -> Axis:
+    """The row of ``rows`` that holds ``rank``, with a new group unless one of ``shared`` has just these ranks."""
+    mine = next(tuple(row) for row in rows.tolist() if rank in row)
+    size = len(mine)
+    group = next((axis.group for axis in (shared or {}).values() if axis.ranks == mine), None)
+    if size == dist.get_world_size() and backend is None:
+        group = dist.group.WORLD
+    elif size > 1 and group is None:
+        group = _new_groups(rows.tolist(), rank, backend)
+    return Axis(name, size, mine.index(rank), mine, group)
+
+
+def _new_groups(rows: Sequence[Sequence[int]], rank: int, backend: str | None) -> ProcessGroup | None:
+    mine = None
+    for row in rows:
+        group = dist.new_group(list(row), backend=backend)
+        if rank in row:
+            mine = group
+    return mine

@@ -1,0 +1,222 @@
+"""Finding the repeated layers of a model, sharing them out over chunks, and deciding who owns the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_3d import partition
+from lightning_3d.errors import StageError
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """One list of repeated layers of the model."""
+
+    name: str
+    """Fully qualified name of the ``ModuleList`` or ``Sequential``."""
+    blocks: tuple[str, ...]
+    """Fully qualified names of its children, in order."""
+
+
+@dataclass(frozen=True)
+class ChunkMap:
+    """Which chunk of the pipeline every module of the model belongs to."""
+
+    blocks: tuple[str, ...]
+    """All blocks, in the order in which they are called."""
+    starts: tuple[int, ...]
+    """Index of the first block of every chunk, and the number of blocks at the end."""
+    outside: Mapping[str, tuple[int, ...]]
+    """Module outside the blocks that holds parameters itself -> the chunks that need them."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the pipeline."""
+        return len(self.starts) - 1
+
+    def blocks_of(self, chunk: int) -> tuple[str, ...]:
+        """Names of the blocks of ``chunk``."""
+        return self.blocks[self.starts[chunk] : self.starts[chunk + 1]]
+
+    def chunks_of(self, module_name: str) -> tuple[int, ...]:
+        """The chunks that own the module of that name; every chunk for a module that holds no parameters."""
+        for chunk in range(self.num_chunks):
+            if any(module_name == name or module_name.startswith(name + ".") for name in self.blocks_of(chunk)):
+                return (chunk,)
+        return self.outside.get(module_name, tuple(range(self.num_chunks)))
+
+
+def find_block_lists(module: nn.Module, wanted: str | Sequence[str] = "auto") -> list[BlockList]:
+    """The lists of repeated layers, in registration order (or in the order in which the user named them).
+
+    ``"auto"`` takes the ``ModuleList`` or ``Sequential`` with the most parameters whose children share a class, and
+    with it other lists outside of it with children of the same class (encoder and decoder form one chain).
+
+    Raises:
+        StageError: if a named list does not exist.
+    """
+    modules = dict(module.named_modules())
+    if wanted != "auto":
+        names = [wanted] if isinstance(wanted, str) else list(wanted)
+        return [_named_list(modules, name) for name in names]
+    candidates = {name: child for name, child in modules.items() if name and _is_block_list(child)}
+    if not candidates:
+        return []
+    largest = max(candidates, key=lambda name: _num_parameters(candidates[name]))
+    kind = type(next(iter(candidates[largest].children())))
+    chosen: list[str] = []
+    for name, child in candidates.items():
+        inside = any(name.startswith(other + ".") or other.startswith(name + ".") for other in (*chosen, largest))
+        if name == largest or (not inside and type(next(iter(child.children()))) is kind):
+            chosen.append(name)
+    return [_block_list(name, modules[name]) for name in chosen]
+
+
+def _is_block_list(module: nn.Module) -> bool:
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
+        return False
+    classes = {type(child) for child in module.children()}
+    return len(classes) == 1 and _num_parameters(module) > 0
+
+
+def _named_list(modules: Mapping[str, nn.Module], name: str) -> BlockList:
+    if name not in modules or not isinstance(modules[name], nn.ModuleList | nn.Sequential | nn.ModuleDict):
+        lists = [key for key, child in modules.items() if key and _is_block_list(child)]
+        raise StageError(
+            f"pipeline_blocks names {name!r}, which is not a ModuleList, ModuleDict or Sequential of this model. Lists"
+            f" of repeated layers that it has: {', '.join(lists) or 'none'}."
+        )
+    return _block_list(name, modules[name])
+
+
+def _block_list(name: str, module: nn.Module) -> BlockList:
+    return BlockList(name, tuple(f"{name}.{child}" for child, _ in module.named_children()))
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def share_out(
+    module: nn.Module,
+    lists: Sequence[BlockList],
+    num_chunks: int,
+    split: str | Sequence[int],
+    call_order: Sequence[str] | None = None,
+) -> ChunkMap:
+    """Assign every block, and every module with parameters outside of the blocks, to chunks.
+
+    Args:
+        module: The whole model.
+        lists: Its block lists, as a chain.
+        num_chunks: Pipeline stages times virtual stages.
+        split: ``"uniform"``, ``"parameters"``, ``"flops"`` or the number of blocks of every chunk.
+        call_order: Names of modules in the order of their first call in one step; without it, the order of
+            registration decides what runs before the blocks and what after them.
+
+    Raises:
+        StageError: if there are no blocks, or fewer blocks than chunks.
+    """
+    blocks = tuple(name for blocks in lists for name in blocks.blocks)
+    if num_chunks == 1:
+        return ChunkMap(blocks, (0, len(blocks)), {})
+    if len(blocks) < num_chunks:
+        found = ", ".join(f"{item.name} ({len(item.blocks)})" for item in lists) or "none"
+        raise StageError(
+            f"The pipeline asks for {num_chunks} chunks (pipeline stages x virtual stages), but the model has only"
+            f" {len(blocks)} blocks to share out (lists of repeated layers found: {found}). Use at most"
+            f" {max(1, len(blocks))} chunks, or name the right list with pipeline_blocks."
+        )
+    outside = _positions(module, lists, blocks, call_order)
+    sizes = _sizes(module, blocks, outside, num_chunks, split)
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + size)
+    chunk_of_block = [chunk for chunk, size in enumerate(sizes) for _ in range(size)]
+    owners: dict[str, tuple[int, ...]] = {}
+    for name, position in outside.items():
+        if position is None:
+            owners[name] = tuple(range(num_chunks))
+        else:
+            owners[name] = (chunk_of_block[min(position, len(blocks) - 1)],)
+    return ChunkMap(blocks, tuple(starts), owners)
+
+
+def _positions(
+    module: nn.Module, lists: Sequence[BlockList], blocks: Sequence[str], call_order: Sequence[str] | None
+) -> dict[str, int | None]:
+    """Outside module with own parameters -> index of the block it runs with; ``None``: an ancestor of the blocks.
+
+    What runs before block i belongs with block i; what runs after the last block of a list belongs with that block.
+    Parameters held directly by an ancestor of the blocks are used where no hook can see it, so every chunk keeps them.
+    """
+    first_of_list: dict[str, int] = {}
+    last_of_list: dict[str, int] = {}
+    count = 0
+    for item in lists:
+        first_of_list[item.name], last_of_list[item.name] = count, count + len(item.blocks) - 1
+        count += len(item.blocks)
+    inside = tuple(name + "." for name in blocks)
+    ancestors = {""} | {name[:i] for name in blocks for i in range(len(name)) if name[i] == "."}
+    names = [name for name, child in module.named_modules(remove_duplicate=False)]
+    order = [name for name in (call_order or ()) if name in set(names)]
+    called = set(order)
+    order += [name for name in names if name not in called] if not call_order else []
+    positions: dict[str, int | None] = {}
+    holders = {
+        name
+        for name, child in module.named_modules(remove_duplicate=False)
+        if any(True for _ in child.parameters(recurse=False)) and name not in blocks and not name.startswith(inside)
+    }
+    next_block, index = 0, {name: i for i, name in enumerate(blocks)}
+    after = False
+    ends = set(last_of_list.values())
+    for name in order:
+        if name in index:
+            next_block = index[name] + 1
+            after = index[name] in ends
+        elif name in holders and name not in ancestors and name not in positions:
+            positions[name] = next_block - 1 if after and next_block == len(blocks) else next_block
+    for name in holders:
+        if name in ancestors:
+            positions[name] = None
+        elif name not in positions:
+            positions[name] = None if call_order else len(blocks) - 1
+    return positions
+
+
+def _sizes(
+    module: nn.Module,
+    blocks: Sequence[str],
+    outside: Mapping[str, int | None],
+    num_chunks: int,
+    split: str | Sequence[int],
+) -> list[int]:
+    if not isinstance(split, str):
+        return partition.explicit(list(split), len(blocks), num_chunks)
+    if split == "uniform":
+        return partition.uniform(len(blocks), num_chunks)
+    cost = _parameter_cost if split == "parameters" else _flop_cost
+    modules = dict(module.named_modules(remove_duplicate=False))
+    costs = [cost(modules[name]) for name in blocks]
+    last = len(blocks) - 1
+    first_extra = sum(cost(modules[name], recurse=False) for name, where in outside.items() if where == 0)
+    last_extra = sum(cost(modules[name], recurse=False) for name, where in outside.items() if where == last)
+    return partition.balance(costs, num_chunks, first_extra=first_extra, last_extra=last_extra)
+
+
+def _parameter_cost(module: nn.Module, recurse: bool = True) -> float:
+    return float(sum(parameter.numel() for parameter in module.parameters(recurse=recurse)))
+
+
+def _flop_cost(module: nn.Module, recurse: bool = True) -> float:
+    """Multiply-adds per token: one for every weight of a matrix; looking up an embedding costs none."""
+    cost: Callable[[nn.Module], float] = lambda part: (
+        0.0
+        if isinstance(part, nn.Embedding)
+        else float(sum(p.numel() for p in part.parameters(recurse=False) if p.dim() > 1))
+    )
+    return sum(cost(part) for part in module.modules()) if recurse else cost(module)

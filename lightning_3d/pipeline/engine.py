@@ -1,0 +1,349 @@
+"""The engine: runs a schedule's list of actions for one pipeline rank."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_3d.errors import StageError
+from lightning_3d.mesh import Mesh
+from lightning_3d.pipeline.micro_batches import MicroBatch
+from lightning_3d.pipeline.stage import Stage
+from lightning_3d.pipeline.transport import ACTIVATIONS, GRADIENTS, Fact, Pending, Transport
+from lightning_3d.placeholder import Placeholder, is_placeholder
+from lightning_3d.schedules import Action, Kind, build
+
+
+class Sharding(Protocol):
+    """What the engine asks of the sharded parameters (see ``lightning_3d.sharding``)."""
+
+    def prepare_backward(self, chunk: int, *, last_of_chunk: bool, last_of_step: bool, sync: bool) -> None:
+        """Called before every backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What the engine runs: one batch, cut into micro-batches."""
+
+    pieces: Sequence[MicroBatch]
+    """The micro-batches; every rank of the replica holds the same."""
+    call: Callable[[MicroBatch], Any]
+    """The user's step on one micro-batch."""
+    backward: Callable[[Any, MicroBatch], None] | None = None
+    """Backward from what ``call`` returned on the last chunk; ``None`` for evaluation."""
+    sync: bool = True
+    """Whether the gradients are complete after this step, and so are reduced over the replicas."""
+    mode: str = "train"
+    """Name of the loop; steps of different loops may cut the model at different values."""
+
+
+@dataclass
+class StepTimes:
+    """Where the last step's time went on this rank, in seconds of the host's clock."""
+
+    total: float = 0.0
+    waiting: float = 0.0
+
+    @property
+    def idle_fraction(self) -> float:
+        """Share of the step that this rank spent waiting for other stages."""
+        return self.waiting / self.total if self.total else 0.0
+
+
+@dataclass
+class _Link:
+    """The interface between a chunk and the one before it: settled once, the same for every shape."""
+
+    positions: list[int]
+    """Which of the flattened arguments of the chunk's first block come from earlier chunks."""
+    needs_grad: list[bool]
+    """Which of those have a gradient at the sender."""
+
+
+@dataclass
+class _Flight:
+    """A micro-batch between its forward and its backward on one chunk."""
+
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    result: Any = None
+    sent: Pending | None = None
+
+
+class Engine:
+    """Runs steps on one pipeline rank.
+
+    Sends never block the rank and receives are posted before the compute that precedes their use. Where a batch has a
+    structure not met before, the micro-batches go through the stages one after another, while neighbours settle which
+    values pass between them; afterwards only tensors travel. A shape not met before costs nothing but a receive that is
+    posted when its stage begins, since every stage knows the shapes from running what precedes it on meta tensors.
+    """
+
+    def __init__(self, stage: Stage, mesh: Mesh, schedule: str, virtual_stages: int, sharding: Sharding) -> None:
+        self._stage = stage
+        self._rank = mesh.pp.rank
+        self._num_stages = mesh.pp.size
+        self._schedule = schedule
+        self._virtual_stages = virtual_stages
+        self._sharding = sharding
+        self._transport = Transport(mesh)
+        self._last_chunk = mesh.pp.size * virtual_stages - 1
+        self._links: dict[tuple[int, Any], _Link] = {}
+        self._shapes: dict[tuple[int, Any], list[Fact]] = {}
+        self._settled: set[Any] = set()
+        self._reset()
+        self.times = StepTimes()
+        self.peak_flights = 0
+
+    def _reset(self) -> None:
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._arriving: dict[tuple[Kind, int, int], Pending] = {}
+        self._handed_over: dict[tuple[Kind, int, int], list[Any]] = {}
+        self._leaving: deque[Pending] = deque()
+
+    def run(self, step: Step) -> list[Any]:
+        """Run one batch through the pipeline, forward and (for training) backward.
+
+        Returns:
+            What the user's step returned for every micro-batch on the rank of the last chunk, an empty list elsewhere.
+        """
+        self._reset()
+        self._step = step
+        frozen = hash(tuple(parameter.requires_grad for parameter in self._stage.module.parameters()))
+        self._keys = [self._structure(piece, frozen) for piece in step.pieces]
+        self._outputs: list[Any] = [None] * len(step.pieces)
+        self._done: dict[int, int] = dict.fromkeys(self._stage.cut.owned, 0)
+        self.times = StepTimes()
+        self.peak_flights = 0
+        start = time.perf_counter()
+        if all(key in self._settled for key, _ in self._keys):
+            self._execute(self._actions(len(step.pieces)), step.pieces)
+        else:
+            actions = self._actions(1)
+            for piece in step.pieces:
+                self._execute(actions, [piece])
+            self._settled.update(key for key, _ in self._keys)
+        while self._leaving:
+            self._wait(self._leaving.popleft())
+        self.times.total = time.perf_counter() - start
+        owns_last = self._last_chunk in self._stage.cut.owned
+        outputs, self._outputs = self._outputs, []
+        self._reset()
+        return outputs if owns_last else []
+
+    def _actions(self, count: int) -> Sequence[Action]:
+        forward_only = self._step.backward is None
+        return build(self._schedule, self._num_stages, self._virtual_stages, count, forward_only).actions[self._rank]
+
+    def _execute(self, actions: Sequence[Action], pieces: Sequence[MicroBatch]) -> None:
+        for action in actions:
+            self._HANDLERS[action.kind](self, action, pieces[action.micro_batch])
+
+    # --- forward ---------------------------------------------------------------------------------------------------
+
+    def _post_forward_receive(self, action: Action, piece: MicroBatch) -> None:
+        facts = self._shapes.get((action.chunk, self._keys[piece.index]))
+        if facts is not None and self._keys[piece.index][0] in self._settled:
+            pending = self._transport.receive(facts, action.peer, ACTIVATIONS, action.chunk, piece.index)
+            self._arriving[Kind.RECV_F, action.chunk, piece.index] = pending
+
+    def _forward(self, action: Action, piece: MicroBatch) -> None:
+        chunk = action.chunk
+        flight = _Flight()
+
+        def receive(positions: list[int], placeholders: list[Placeholder]) -> list[Tensor]:
+            flight.inputs = self._receive_inputs(chunk, piece, positions, placeholders)
+            return flight.inputs
+
+        is_last, result = self._stage(lambda: self._step.call(piece), chunk, receive)
+        training = self._step.backward is not None
+        if is_last != (chunk == self._last_chunk):
+            self._refuse_end(chunk, is_last)
+        if is_last:
+            self._outputs[piece.index] = _detach(result)
+            flight.result = result if training else None
+        elif self._rank_of(chunk + 1) == self._rank:
+            self._handed_over[Kind.F, chunk + 1, piece.index] = result
+        else:
+            flight.outputs = result
+        if training or not is_last:
+            self._flights[chunk, piece.index] = flight
+        self.peak_flights = max(self.peak_flights, len(self._flights))
+
+    def _receive_inputs(
+        self, chunk: int, piece: MicroBatch, positions: list[int], placeholders: list[Placeholder]
+    ) -> list[Tensor]:
+        structure = self._keys[piece.index][0]
+        source = self._rank_of(chunk - 1)
+        if source == self._rank:
+            leaves = self._handed_over.pop((Kind.F, chunk, piece.index))
+            outputs = [leaves[position] for position in positions]
+            self._flights[chunk - 1, piece.index].outputs = outputs
+            return [_as_input(tensor.detach(), tensor.requires_grad) for tensor in outputs]
+        pending = self._arriving.pop((Kind.RECV_F, chunk, piece.index), None)
+        link = self._links.get((chunk, structure))
+        if link is None:
+            link = self._settle_as_receiver(chunk, piece, positions, placeholders)
+        elif link.positions != positions:
+            raise StageError(
+                f"The first block of chunk {chunk} needs the values at positions {positions} of its arguments from"
+                f" earlier stages, but needed {link.positions} for a batch of the same structure before. The step must"
+                " not pass other things to its blocks from one batch to the next, unless the structure or a flag of"
+                " the batch says so."
+            )
+        if pending is None:
+            facts = [Fact(tuple(p.shape), p.dtype, grad) for p, grad in zip(placeholders, link.needs_grad, strict=True)]
+            self._shapes[chunk, self._keys[piece.index]] = facts
+            pending = self._transport.receive(facts, source, ACTIVATIONS, chunk, piece.index)
+        return [_as_input(t, grad) for t, grad in zip(self._wait(pending), link.needs_grad, strict=True)]
+
+    def _settle_as_receiver(
+        self, chunk: int, piece: MicroBatch, positions: list[int], placeholders: list[Placeholder]
+    ) -> _Link:
+        source = self._rank_of(chunk - 1)
+        self._transport.send_object(positions, source)
+        facts: list[Fact] = self._transport.receive_object(source)
+        for placeholder, fact in zip(placeholders, facts, strict=True):
+            if (tuple(placeholder.shape), placeholder.dtype) != (fact.shape, fact.dtype):
+                raise StageError(
+                    f"Chunk {chunk} expects a {placeholder.dtype} tensor of shape {tuple(placeholder.shape)} from"
+                    f" {placeholder.origin!r}, but the stage before sends {fact.dtype} of shape {fact.shape}. A module"
+                    " gives other shapes for real tensors than for meta tensors; use pipeline_parallel=1 or change it."
+                )
+        link = self._links[chunk, self._keys[piece.index][0]] = _Link(positions, [fact.requires_grad for fact in facts])
+        return link
+
+    def _send_forward(self, action: Action, piece: MicroBatch) -> None:
+        chunk, structure = action.chunk, self._keys[piece.index][0]
+        flight = self._flights[chunk, piece.index]
+        link = self._links.get((chunk + 1, structure))
+        if link is None:
+            positions = self._transport.receive_object(action.peer)
+            tensors = [self._output(flight.outputs[position], chunk) for position in positions]
+            self._transport.send_object([Fact.of(tensor) for tensor in tensors], action.peer)
+            link = self._links[chunk + 1, structure] = _Link(positions, [tensor.requires_grad for tensor in tensors])
+        tensors = [self._output(flight.outputs[position], chunk) for position in link.positions]
+        sent = self._transport.send(tensors, action.peer, ACTIVATIONS, chunk + 1, piece.index)
+        if self._step.backward is None:
+            self._leave(sent)
+            del self._flights[chunk, piece.index]
+        else:
+            flight.sent = sent
+            flight.outputs = tensors
+
+    def _output(self, leaf: Any, chunk: int) -> Tensor:
+        if not isinstance(leaf, Tensor) or is_placeholder(leaf):
+            raise StageError(
+                f"Chunk {chunk + 1} needs a value that chunk {chunk} does not have: {leaf!r}. It comes from a stage"
+                " further back and was not passed along; pass it through the arguments of the blocks."
+            )
+        return leaf
+
+    # --- backward --------------------------------------------------------------------------------------------------
+
+    def _post_backward_receive(self, action: Action, piece: MicroBatch) -> None:
+        flight = self._flights.get((action.chunk, piece.index))
+        if flight is not None and flight.sent is not None:
+            self._arriving[Kind.RECV_B, action.chunk, piece.index] = self._receive_gradients(action.chunk, piece, flight)
+
+    def _receive_gradients(self, chunk: int, piece: MicroBatch, flight: _Flight) -> Pending:
+        facts = [Fact.of(tensor) for tensor in flight.outputs if tensor.requires_grad]
+        return self._transport.receive(facts, self._rank_of(chunk + 1), GRADIENTS, chunk, piece.index)
+
+    def _backward(self, action: Action, piece: MicroBatch) -> None:
+        chunk = action.chunk
+        flight = self._flights.pop((chunk, piece.index))
+        self._done[chunk] += 1
+        total = len(self._step.pieces)
+        self._sharding.prepare_backward(
+            chunk,
+            last_of_chunk=self._done[chunk] == total,
+            last_of_step=all(done == total for done in self._done.values()),
+            sync=self._step.sync,
+        )
+        if chunk == self._last_chunk:
+            assert self._step.backward is not None
+            self._step.backward(flight.result, piece)
+        else:
+            outputs = [tensor for tensor in flight.outputs if tensor.requires_grad]
+            if self._rank_of(chunk + 1) == self._rank:
+                gradients = self._handed_over.pop((Kind.B, chunk, piece.index))
+            else:
+                pending = self._arriving.pop((Kind.RECV_B, chunk, piece.index), None)
+                gradients = self._wait(pending or self._receive_gradients(chunk, piece, flight))
+                assert flight.sent is not None
+                self._wait(flight.sent)
+            if outputs:
+                torch.autograd.backward(outputs, gradients)
+        inputs = [tensor for tensor in flight.inputs if tensor.requires_grad]
+        input_gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs]
+        if chunk > 0:
+            self._handed_over[Kind.B, chunk - 1, piece.index] = input_gradients
+
+    def _send_backward(self, action: Action, piece: MicroBatch) -> None:
+        gradients = self._handed_over.pop((Kind.B, action.chunk - 1, piece.index))
+        self._leave(self._transport.send(gradients, action.peer, GRADIENTS, action.chunk - 1, piece.index))
+
+    # --- bookkeeping -----------------------------------------------------------------------------------------------
+
+    def _leave(self, sent: Pending) -> None:
+        """Keep a message until it is done, and at most one per stage: memory must not grow with the micro-batches."""
+        self._leaving.append(sent)
+        if len(self._leaving) > self._num_stages:
+            self._wait(self._leaving.popleft())
+
+    def _wait(self, pending: Pending) -> list[Tensor]:
+        start = time.perf_counter()
+        tensors = pending.wait()
+        self.times.waiting += time.perf_counter() - start
+        return tensors
+
+    def _rank_of(self, chunk: int) -> int:
+        return chunk % self._num_stages
+
+    def _structure(self, piece: MicroBatch, frozen: int) -> tuple[Any, Any]:
+        """What settles the interface of a cut, and with the shapes what settles the messages."""
+        leaves, spec = pytree.tree_flatten(piece.data)
+        kinds: list[Any] = []
+        shapes: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                kinds.append((leaf.dtype, leaf.dim()))
+                shapes.append(tuple(leaf.shape))
+            else:
+                kinds.append(leaf if leaf is None or isinstance(leaf, bool) else type(leaf).__name__)
+        module = self._stage.module
+        structure = (self._step.mode, module.training, torch.is_grad_enabled(), frozen, str(spec), tuple(kinds))
+        return structure, (structure, tuple(shapes))
+
+    def _refuse_end(self, chunk: int, is_last: bool) -> None:
+        what = "returned" if is_last else "went on to a further block"
+        raise StageError(
+            f"The step {what} while it ran chunk {chunk} of {self._last_chunk + 1}, before it had called the blocks of"
+            " that chunk and the next. Every step must run the whole chain of blocks once; use pipeline_parallel=1 for"
+            " steps that use only a part of the model."
+        )
+
+    _HANDLERS: dict[Kind, Callable[[Engine, Action, MicroBatch], None]] = {
+        Kind.RECV_F: _post_forward_receive,
+        Kind.F: _forward,
+        Kind.SEND_F: _send_forward,
+        Kind.RECV_B: _post_backward_receive,
+        Kind.B: _backward,
+        Kind.SEND_B: _send_backward,
+    }
+
+
+def _as_input(tensor: Tensor, requires_grad: bool) -> Tensor:
+    return tensor.requires_grad_(requires_grad and torch.is_grad_enabled())
+
+
+def _detach(result: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), result)

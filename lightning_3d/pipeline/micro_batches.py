@@ -1,0 +1,117 @@
+"""Cutting a replica's batch into micro-batches, and what each of them weighs in the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_3d.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A piece of a batch."""
+
+    index: int
+    """Its place in the batch."""
+    data: Any
+    """The same structure as the batch, with fewer samples."""
+    size: int
+    """Samples in it; 0 for a piece that only keeps the replicas in step."""
+
+
+def batch_size_of(batch: Any) -> int:
+    """Samples in ``batch``: the length of dim 0 of the first tensor that has one, else of the first list, else 1."""
+    sizes: list[int] = []
+    apply_to_collection(batch, Tensor, lambda tensor: sizes.append(tensor.size(0)) if tensor.dim() else None)
+    if sizes:
+        return sizes[0]
+    lists: list[int] = []
+    _find_lists(batch, lists)
+    return lists[0] if lists else 1
+
+
+def _find_lists(batch: Any, found: list[int]) -> None:
+    if isinstance(batch, list) and batch:
+        found.append(len(batch))
+    elif isinstance(batch, dict | tuple):
+        for item in batch.values() if isinstance(batch, dict) else batch:
+            _find_lists(item, found)
+
+
+def piece_sizes(batch_size: int, count: int, piece: int | None = None) -> list[int]:
+    """Sizes of ``count`` pieces: all ``piece`` but for a smaller last one, else as even as they can be.
+
+    Zeros stand at the end when there are more pieces than samples.
+    """
+    if piece is not None:
+        return [max(0, min(piece, batch_size - i * piece)) for i in range(count)]
+    base, more = divmod(batch_size, count)
+    return [base + (i < more) for i in range(count)]
+
+
+def cut(
+    batch: Any,
+    sizes: Sequence[int],
+    split_hook: Callable[[Any, int], Sequence[Any]] | None = None,
+) -> list[MicroBatch]:
+    """Cut ``batch`` into pieces of the given sizes.
+
+    Tensors whose dim 0 is the batch size and lists of that length are cut; everything else goes into every piece. A
+    piece of size 0 repeats the first sample, so that its step can run, with no weight.
+
+    Args:
+        batch: Any nesting of dicts, lists, tuples, dataclasses and tensors.
+        sizes: Samples of every piece.
+        split_hook: The user's ``split_micro_batches(batch, num)``, for batches that cannot be cut along dim 0.
+
+    Raises:
+        ConfigError: if the hook returns another number of pieces.
+    """
+    if split_hook is not None:
+        pieces = list(split_hook(batch, len(sizes)))
+        if len(pieces) != len(sizes):
+            raise ConfigError(
+                f"split_micro_batches(batch, num={len(sizes)}) returned {len(pieces)} pieces. It must return exactly"
+                " num of them, since every rank of a replica runs the same schedule."
+            )
+        return [MicroBatch(i, piece, batch_size_of(piece)) for i, piece in enumerate(pieces)]
+    if len(sizes) == 1:
+        return [MicroBatch(0, batch, sizes[0])]
+    total = batch_size_of(batch)
+    pieces, start = [], 0
+    for i, size in enumerate(sizes):
+        begin, stop = (start, start + size) if size else (0, 1)
+        pieces.append(MicroBatch(i, _take(batch, total, begin, stop), size))
+        start += size
+    return pieces
+
+
+def _take(batch: Any, total: int, begin: int, stop: int) -> Any:
+    if isinstance(batch, list) and len(batch) == total and not any(isinstance(item, Tensor) for item in batch):
+        return batch[begin:stop]
+    if isinstance(batch, Tensor):
+        return batch[begin:stop] if batch.dim() and batch.size(0) == total else batch
+    if type(batch) is dict:
+        return {key: _take(item, total, begin, stop) for key, item in batch.items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(_take(item, total, begin, stop) for item in batch)
+    return apply_to_collection(batch, (Tensor, list), lambda item: _take(item, total, begin, stop))
+
+
+def loss_weights(
+    micro_batches: Sequence[MicroBatch], weigh: Callable[[Any], float | Tensor] | None, device: torch.device
+) -> list[float] | list[Tensor]:
+    """What every micro-batch weighs: its samples, or the user's ``micro_batch_weight`` of it; a filler weighs 0."""
+    if weigh is None:
+        return [float(piece.size) for piece in micro_batches]
+    weights = []
+    for piece in micro_batches:
+        weight = torch.as_tensor(weigh(piece.data), dtype=torch.float64, device=device)
+        weights.append(weight if piece.size else torch.zeros_like(weight))
+    return weights

@@ -1,0 +1,172 @@
+"""Stand-ins for values that another pipeline stage holds."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from typing_extensions import Self, override
+
+from lightning_3d.errors import StageError
+
+_READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+}
+
+
+class Placeholder(Tensor):
+    """A tensor without values, on a real device, which stands for what another stage computes.
+
+    It holds a meta tensor; every operation on it runs on meta and gives placeholders, so shapes, types and the fact
+    that a value depends on another stage follow through any user code. Once the value has arrived it is *bound*
+    (:meth:`bind`): later operations then see the real tensor in its place, before autograd does.
+    """
+
+    meta: Tensor
+    bound: Tensor | None
+    origin: str
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, device: torch.device, requires_grad: bool = False, origin: str = "") -> Self:
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            layout=meta.layout,
+            device=device,
+            requires_grad=requires_grad,
+        )
+
+    def __init__(self, meta: Tensor, device: torch.device, requires_grad: bool = False, origin: str = "") -> None:
+        self.meta = meta.detach()
+        self.bound = None
+        self.origin = origin
+
+    @classmethod
+    def of(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        requires_grad: bool = False,
+        origin: str = "",
+    ) -> Self:
+        """A placeholder from the facts of a tensor; ``origin`` names the module whose output it is."""
+        return cls(torch.empty(tuple(shape), dtype=dtype, device="meta"), device, requires_grad, origin)
+
+    @classmethod
+    def like(cls, tensor: Tensor, origin: str = "") -> Self:
+        """A placeholder with the shape, type, device and ``requires_grad`` of ``tensor``."""
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return cls(meta, tensor.device, tensor.requires_grad, origin)
+
+    def bind(self, tensor: Tensor) -> None:
+        """Let ``tensor`` take this placeholder's place in every later operation."""
+        self.bound = tensor
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = resolve((args, kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    @override
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        first = next(item for item in flat if isinstance(item, Placeholder))
+        if func in _READS:
+            raise StageError(_read_message(func, first))
+        device, origin = first.device, first.origin
+        metas = [_to_meta(item) for item in flat]
+        meta_args, meta_kwargs = pytree.tree_unflatten(metas, spec)
+        if isinstance(meta_kwargs.get("device"), torch.device):
+            device = kwargs["device"]
+            meta_kwargs["device"] = torch.device("meta")
+        result = func(*meta_args, **meta_kwargs)
+        aliases = {id(meta): item for meta, item in zip(metas, flat, strict=True) if isinstance(item, Placeholder)}
+
+        def wrap(item: Any) -> Any:
+            if not isinstance(item, Tensor):
+                return item
+            return aliases[id(item)] if id(item) in aliases else Placeholder(item, device, origin=origin)
+
+        return pytree.tree_map(wrap, result)
+
+    @override
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        if self.bound is not None:
+            return repr(self.bound)
+        shape = tuple(self.shape)
+        return f"Placeholder(shape={shape}, dtype={self.dtype}, device='{self.device}', from={self.origin!r})"
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copy: Tensor = Placeholder(self.meta, self.device, self.requires_grad, self.origin)
+        if isinstance(self, nn.Parameter) or getattr(self, "_is_param", False):
+            copy = nn.Parameter(copy.detach(), requires_grad=self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+
+def is_placeholder(value: object) -> bool:
+    """Whether ``value`` is a placeholder whose real tensor has not arrived here."""
+    return isinstance(value, Placeholder) and value.bound is None
+
+
+def resolve(tree: Any) -> Any:
+    """``tree`` with every bound placeholder replaced by the tensor it is bound to."""
+    return pytree.tree_map_only(Placeholder, lambda item: item if item.bound is None else item.bound, tree)
+
+
+def placeholder_parameter(parameter: nn.Parameter, device: torch.device, name: str) -> nn.Parameter:
+    """The parameter that stands for one of another stage: same facts, on ``device``, no memory."""
+    meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(Placeholder(meta, device, origin=name), requires_grad=parameter.requires_grad)
+
+
+def _to_meta(item: Any) -> Any:
+    if isinstance(item, Placeholder):
+        return item.meta
+    if isinstance(item, Tensor):
+        return item if item.device.type == "meta" or item.dim() == 0 else item.to("meta")
+    return item
+
+
+def user_line() -> str:
+    """``file:line`` of the innermost frame of the running code that belongs neither to torch nor to this package."""
+    ours = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    models = os.path.join(ours, "models") + os.sep
+    foreign = (os.path.dirname(torch.__file__) + os.sep, ours)
+    for frame in reversed(traceback.extract_stack()):
+        path = os.path.abspath(frame.filename)
+        if path.startswith(models) or not (path.startswith(foreign) or "lightning" + os.sep + "pytorch" in path):
+            return f"{path}:{frame.lineno} ({(frame.line or '').strip()})"
+    return "unknown line"
+
+
+def _read_message(func: Any, placeholder: Placeholder) -> str:
+    origin = f" (it comes from {placeholder.origin!r})" if placeholder.origin else ""
+    return (
+        f"{user_line()} reads the value of a tensor{origin} that another pipeline stage computes, through"
+        f" {func.name() if hasattr(func, 'name') else func}. A pipeline stage sees only its own part of the model, so"
+        " code between the blocks must not branch on, print or convert activations. Move that line after the loss,"
+        " compute the decision from the batch, or use pipeline_parallel=1."
+    )
