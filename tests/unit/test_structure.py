@@ -28,8 +28,8 @@ LAYERS = """
     sharding
     tensor_parallel
     random
-    mesh
     collectives  placeholder
+    mesh
     config
     schedules  partition
     errors
