@@ -1,0 +1,28 @@
+"""Checkpoints: saved at one layout, loaded at any other, under the names of the plain module."""
+
+from lightning_3d.checkpoint.directory import is_checkpoint, remove
+from lightning_3d.checkpoint.full import consolidate, full_state_dict, iterate_full, to_lightning
+from lightning_3d.checkpoint.load import load, load_model, read
+from lightning_3d.checkpoint.names import group_names, original_name, state_dict_keys
+from lightning_3d.checkpoint.optimizer_state import load_optimizers
+from lightning_3d.checkpoint.save import RANK_STATE, save
+from lightning_3d.checkpoint.state import ModelState
+
+__all__ = [
+    "RANK_STATE",
+    "ModelState",
+    "consolidate",
+    "full_state_dict",
+    "group_names",
+    "is_checkpoint",
+    "iterate_full",
+    "load",
+    "load_model",
+    "load_optimizers",
+    "original_name",
+    "read",
+    "remove",
+    "save",
+    "state_dict_keys",
+    "to_lightning",
+]

@@ -1,0 +1,44 @@
+"""Steps that succeed on every rank or fail on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from lightning_3d.collectives import all_gather_object
+from lightning_3d.errors import CheckpointError
+from lightning_3d.mesh import Mesh, where
+
+T = TypeVar("T")
+
+
+def together(mesh: Mesh, what: str, action: Callable[[], T]) -> T:
+    """The result of ``action``, if it succeeds on all ranks.
+
+    Raises:
+        CheckpointError: On every rank, when it failed on any: says where and why.
+    """
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    own = None if failure is None else describe(failure)
+    failures = {rank: text for rank, text in enumerate(all_gather_object(own, mesh.control_world)) if text is not None}
+    if failures:
+        texts = list(dict.fromkeys(failures.values()))
+        if len(texts) == 1 and isinstance(failure, CheckpointError) and len(failures) == mesh.world.size:
+            raise failure
+        lines = []
+        for text in texts[:4]:
+            ranks = [rank for rank, other in failures.items() if other == text]
+            more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+            lines.append(f"on {where(ranks[0], mesh.sizes)}{more}: {text}")
+        raise CheckpointError(f"{what} failed " + "; ".join(lines)) from failure
+    return result  # type: ignore[return-value]
+
+
+def describe(error: BaseException) -> str:
+    """The text of an error, with its type where the text alone may say too little."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,248 @@
+"""The checkpoint as a directory: what lies in it, and how it appears all at once or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_3d.errors import CheckpointError
+
+FORMAT = "lightning_3d"
+VERSION = 1
+MANIFEST = "layout.json"
+"""Layout, step, names: written last, so a directory without it was never finished."""
+INDEX = "tensors.json"
+"""Where every piece of every tensor lies."""
+TRAINER = "trainer.pt"
+"""The rest of Lightning's checkpoint dict."""
+HYPER_PARAMETERS = "hyper_parameters.pt"
+"""Arguments of the user's classes, which may be objects that only full unpickling can read."""
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What ``layout.json`` says."""
+
+    layout: Mapping[str, Any]
+    """Sizes ``pp``, ``dp``, ``tp`` and what else described the run that wrote the checkpoint."""
+    epoch: int
+    global_step: int
+    keys: Sequence[str]
+    """Keys of the module's state dict, in order."""
+    ties: Mapping[str, str]
+    """Second names of tied parameters, each with the name under which the tensor lies."""
+    optimizers: Sequence[Mapping[str, Any]] = ()
+    """Per optimizer: ``class``, ``groups`` (``names`` and ``options``) and ``scalars`` by parameter name."""
+    files: Mapping[str, int] = field(default_factory=dict)
+    """Size in bytes of every other file of the checkpoint."""
+    written_by: Mapping[str, str] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write it into ``folder``, after the files that it lists."""
+        text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
+        write_file(folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file with what only rank ``rank`` can use."""
+    return f"rank_{rank:05d}.pt"
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is a finished checkpoint directory of this package, of whatever version."""
+    try:
+        return _format_of(located(path)) == FORMAT
+    except CheckpointError:
+        return False
+
+
+def read_manifest(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
+    """The directory to read and what its ``layout.json`` says.
+
+    Raises:
+        CheckpointError: The directory is missing, foreign, unfinished, truncated or of a newer version.
+    """
+    folder = located(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} does not exist or is not a directory, so it is not a checkpoint to load.")
+    if _format_of(folder) != FORMAT:
+        raise CheckpointError(
+            f"{folder} is not a checkpoint of lightning_3d, or writing it was never finished: {folder / MANIFEST} is"
+            f" {'foreign' if (folder / MANIFEST).exists() else 'missing'}. Give the directory that the Trainer wrote,"
+            " or a .ckpt file of the stock Trainer."
+        )
+    content = read_json(folder / MANIFEST)
+    version = content.pop("version", None)
+    content.pop("format")
+    if not isinstance(version, int) or version > VERSION:
+        raise CheckpointError(
+            f"{folder / MANIFEST} has format version {version}; this lightning_3d reads versions up to {VERSION}."
+            " Upgrade lightning_3d."
+        )
+    known = Manifest.__dataclass_fields__
+    try:
+        manifest = Manifest(**{key: value for key, value in content.items() if key in known})
+    except TypeError as error:
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}.") from error
+    for name, size in manifest.files.items():
+        file = inside(folder, name)
+        actual = file.stat().st_size if file.is_file() else None
+        if actual != size:
+            found = "is missing" if actual is None else f"has {actual} bytes"
+            raise CheckpointError(f"{file} {found}, {size} bytes were written: the checkpoint is incomplete.")
+    return folder, manifest
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file ``name`` directly in ``folder``.
+
+    Raises:
+        CheckpointError: ``name`` leads anywhere else.
+    """
+    if not name or name in (".", "..") or name != os.path.basename(name) or "\\" in name:
+        raise CheckpointError(f"{folder} names the file {name!r}, which is outside of the checkpoint: not read.")
+    return folder / name
+
+
+def located(path: str | os.PathLike[str]) -> Path:
+    """``path``, or the former checkpoint set aside if a kill struck between the two renames of a replacement."""
+    folder = local_path(path)
+    aside = _aside(folder)
+    return aside if not folder.exists() and aside.is_dir() else folder
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """``path`` as an absolute local path.
+
+    Raises:
+        CheckpointError: It is a URL.
+    """
+    text = os.fspath(path)
+    if text.startswith("file://"):
+        text = text[len("file://") :]
+    if "://" in text:
+        raise CheckpointError(f"{text!r} is a URL; checkpoints are read and written on file systems only. Give a path.")
+    return Path(os.path.abspath(text))
+
+
+def begin(path: Path) -> Path:
+    """Make the empty hidden directory beside ``path`` in which the checkpoint is written.
+
+    Raises:
+        CheckpointError: ``path`` is a directory with something else in it.
+    """
+    aside, folder = _aside(path), staging(path)
+    if aside.exists():
+        if path.exists():
+            _remove(aside)
+        else:
+            os.rename(aside, path)
+    if path.is_dir() and not path.is_symlink() and any(path.iterdir()) and not is_checkpoint(path):
+        raise CheckpointError(
+            f"{path} is a directory that is no checkpoint of lightning_3d; saving there would delete what it holds."
+            " Choose another path or remove it."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove(folder)
+    folder.mkdir()
+    return folder
+
+
+def staging(path: Path) -> Path:
+    """The directory in which the checkpoint for ``path`` is written."""
+    return path.parent / f".{path.name}.saving"
+
+
+def publish(path: Path) -> None:
+    """Put the finished staging directory in the place of ``path``; what was there is deleted afterwards."""
+    folder = staging(path)
+    for entry in folder.iterdir():
+        if entry.is_file():
+            _sync(entry)
+    _sync(folder)
+    if not path.exists() and not path.is_symlink():
+        os.rename(folder, path)
+    elif _exchange(folder, path):
+        _sync(path.parent)
+        _remove(folder)
+    else:
+        aside = _aside(path)
+        os.rename(path, aside)
+        os.rename(folder, path)
+        _sync(path.parent)
+        _remove(aside)
+    _sync(path.parent)
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Delete a checkpoint, directory or file; an absent one is no error."""
+    folder = local_path(path)
+    doomed = folder
+    if is_checkpoint(folder) and not folder.is_symlink():
+        # A kill in the middle must not leave a directory that still looks like a checkpoint.
+        doomed = folder.parent / f".{folder.name}.removing"
+        _remove(doomed)
+        os.rename(folder, doomed)
+    _remove(doomed)
+
+
+def write_file(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let ``write`` make the file ``path`` and bring it to the disk."""
+    write(path)
+    _sync(path)
+
+
+def _aside(path: Path) -> Path:
+    return path.parent / f".{path.name}.old"
+
+
+def _format_of(folder: Path) -> object:
+    manifest = folder / MANIFEST
+    return read_json(manifest).get("format") if manifest.is_file() else None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: The file cannot be read or holds something else.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} is damaged: it holds a {type(content).__name__}, not an object.")
+    return content
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two paths in one step, where the system can: there is then no moment without a checkpoint."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
+    if rename is None:
+        return False
+    return rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0

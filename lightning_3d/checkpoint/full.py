@@ -1,0 +1,156 @@
+"""Full tensors: of a running model onto one rank, and of a checkpoint directory in one process."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_3d.checkpoint.agreement import together
+from lightning_3d.checkpoint.directory import HYPER_PARAMETERS, TRAINER, read_manifest
+from lightning_3d.checkpoint.layout import box
+from lightning_3d.checkpoint.load import stored_state_dict, torch_load
+from lightning_3d.checkpoint.optimizer_state import OptimizerRecord, stored_record
+from lightning_3d.checkpoint.reader import StoredTensor, read_index
+from lightning_3d.checkpoint.save import OTHER_OPTIONS
+from lightning_3d.checkpoint.state import MODEL, Entry, ModelState, model_entries
+from lightning_3d.checkpoint.writer import Piece, refuse_collisions, share_out
+from lightning_3d.collectives import all_gather_object
+from lightning_3d.mesh import Mesh
+
+_Description = tuple[str, tuple[int, ...], torch.dtype, list[tuple[tuple[int, ...], tuple[int, ...]]]]
+"""Key, full shape, type, and offsets and sizes of the chunks that a rank holds."""
+
+
+def full_state_dict(state: ModelState, mesh: Mesh) -> dict[str, Tensor]:
+    """The whole model's state dict in rank 0's host memory, under the original keys; empty elsewhere. Collective."""
+    full = {name: tensor for name, tensor in iterate_full(state, mesh) if tensor is not None}
+    if mesh.rank:
+        return {}
+    return {key: full[state.ties.get(key, key)] for key in state.keys if state.ties.get(key, key) in full}
+
+
+def iterate_full(state: ModelState, mesh: Mesh) -> Iterator[tuple[str, Tensor | None]]:
+    """Every full parameter and buffer, one at a time; collective: all ranks must iterate to the end.
+
+    Yields:
+        The name (first names only of tied ones), and on rank 0 the full tensor in host memory, ``None`` elsewhere.
+    """
+    entries = together(mesh, "Gathering the model", lambda: model_entries(state, state.owned, mesh))
+    refuse_collisions(entries, mesh)
+    described: list[_Description] = [
+        (
+            entry.key,
+            entry.shape,
+            entry.tensor.dtype,
+            [(chunk.offsets, chunk.sizes) for chunk in entry.chunks],
+        )
+        for entry in entries
+    ]
+    everyone: list[list[_Description]] = all_gather_object(described, mesh.control_world)
+    chosen = share_out([_pieces(rank) for rank in everyone], prefer=0)
+    facts = {key: (shape, dtype) for rank in everyone for key, shape, dtype, _ in rank}
+    sizes = {(key, offsets): size for rank in everyone for key, _, _, chunks in rank for offsets, size in chunks}
+    pieces: dict[str, list[Piece]] = {}
+    for piece in sorted(chosen):
+        pieces.setdefault(piece[0], []).append(piece)
+    own = {entry.key: entry for entry in entries}
+    order = {MODEL + key: place for place, key in enumerate(state.keys)}
+    for key in sorted(facts, key=lambda key: (order.get(key, len(order)), key)):
+        shape, dtype = facts[key]
+        full = torch.empty(shape, dtype=dtype) if mesh.rank == 0 else None
+        for piece in pieces[key]:
+            _move(own.get(key), piece, sizes[piece], chosen[piece], full, mesh)
+        yield key.removeprefix(MODEL), full
+
+
+def consolidate(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The plain state dict in a checkpoint directory: full tensors under the original keys, tied ones shared.
+
+    One process, no process group. Raises ``CheckpointError`` as :func:`~lightning_3d.checkpoint.read` does.
+    """
+    folder, manifest = read_manifest(path)
+    return _read_all(stored_state_dict(folder, manifest, read_index(folder)))
+
+
+def to_lightning(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+    """What the stock Trainer would have saved: ``torch.save`` of it is a ``.ckpt`` that it resumes from.
+
+    Args:
+        path: A checkpoint directory.
+        weights_only: As in :func:`~lightning_3d.checkpoint.read`; here hyper-parameters are not left out.
+    """
+    folder, manifest = read_manifest(path)
+    index = read_index(folder)
+    checkpoint: dict[str, Any] = torch_load(folder / TRAINER, weights_only)
+    if HYPER_PARAMETERS in manifest.files:
+        checkpoint.update(torch_load(folder / HYPER_PARAMETERS, weights_only))
+    other = checkpoint.pop(OTHER_OPTIONS, None)
+    checkpoint["state_dict"] = _read_all(stored_state_dict(folder, manifest, index))
+    if manifest.optimizers:
+        checkpoint["optimizer_states"] = [
+            _numbered(stored_record(number, manifest, index, other and other[number], {}))
+            for number in range(len(manifest.optimizers))
+        ]
+    return checkpoint
+
+
+def _read_all(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    return {key: tensors.setdefault(tensor.key, _once(tensors, tensor)) for key, tensor in stored.items()}
+
+
+def _once(tensors: Mapping[str, Tensor], tensor: StoredTensor) -> Tensor:
+    return tensors[tensor.key] if tensor.key in tensors else tensor.read()
+
+
+def _numbered(record: OptimizerRecord) -> dict[str, Any]:
+    """The state dict of a torch optimizer, parameters numbered in the order of the groups."""
+    numbers: dict[str, int] = {}
+    groups = []
+    for names, options in record.groups:
+        params = [numbers.setdefault(name, len(numbers)) for name in names]
+        groups.append({**options, "params": params})
+    state = {}
+    for name, values in record.state.items():
+        state[numbers[name]] = {
+            key: value.read() if isinstance(value, StoredTensor) else value for key, value in values.items()
+        }
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def _pieces(described: Sequence[_Description]) -> dict[Piece, int]:
+    return {
+        (key, offsets): math.prod(sizes) * dtype.itemsize
+        for key, _, dtype, chunks in described
+        for offsets, sizes in chunks
+    }
+
+
+def _move(
+    entry: Entry | None, piece: Piece, sizes: tuple[int, ...], sender: int, full: Tensor | None, mesh: Mesh
+) -> None:
+    """Bring one chunk from ``sender`` into rank 0's full tensor."""
+    if mesh.rank not in (0, sender):
+        return
+    group = mesh.control_world.group
+    value = None
+    if mesh.rank == sender:
+        assert entry is not None
+        chunk = next(chunk for chunk in entry.chunks if chunk.offsets == piece[1])
+        value = entry.tensor[chunk.slices].cpu().contiguous()
+        if sender != 0:
+            # As bytes: not every type can be sent.
+            dist.send(value.reshape(-1).view(torch.uint8), 0, group=group)
+            return
+    assert full is not None
+    target = full[box(piece[1], sizes)]
+    if value is None:
+        value = torch.empty(sizes, dtype=full.dtype)
+        dist.recv(value.view(-1).view(torch.uint8), sender, group=group)
+    target.copy_(value)

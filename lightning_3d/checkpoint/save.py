@@ -1,0 +1,161 @@
+"""Saving: every rank writes its part beside the old checkpoint, then the whole takes its place at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_3d.checkpoint import directory
+from lightning_3d.checkpoint.agreement import together
+from lightning_3d.checkpoint.directory import HYPER_PARAMETERS, TRAINER, Manifest, rank_file, write_file
+from lightning_3d.checkpoint.names import by_original_name
+from lightning_3d.checkpoint.options import encode_options
+from lightning_3d.checkpoint.state import ModelState, OptimizerParts, model_entries, optimizer_parts
+from lightning_3d.checkpoint.writer import write_tensors
+from lightning_3d.collectives import all_gather_object
+from lightning_3d.errors import CheckpointError
+from lightning_3d.mesh import Mesh
+
+HYPER_PARAMETER_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "hparams_name")
+OTHER_OPTIONS = "lightning_3d.optimizer_options"
+RANK_STATE = "lightning_3d.rank_state"
+
+
+def save(
+    path: str | os.PathLike[str],
+    checkpoint: Mapping[str, Any],
+    state: ModelState,
+    mesh: Mesh,
+    rank_state: Any = None,
+) -> None:
+    """Write a checkpoint directory; collective.
+
+    Args:
+        path: The directory that appears when all is written; an older checkpoint (or file) there is replaced.
+        checkpoint: Lightning's checkpoint dict. ``state_dict`` may be absent (the live values are saved) or a mapping
+            by name with this rank's local tensors; what a hook removed from it is not saved. Optimizers are saved if
+            ``optimizer_states`` is there: per optimizer what its ``state_dict()`` gives, or an empty list for the live
+            ones. Everything else goes into one file, from rank 0.
+        state: This rank's view of the model.
+        mesh: This rank's place.
+        rank_state: What only this rank can use, such as states of random generators: numbers, strings, tensors and
+            containers of them.
+
+    Raises:
+        CheckpointError: On every rank, if any rank could not write its part; the old checkpoint is then untouched.
+    """
+    target = together(mesh, "Saving", lambda: directory.local_path(path))
+    folder = directory.staging(target)
+    if mesh.rank == 0:
+        begin = together(mesh, f"Saving to {target}", lambda: directory.begin(target))
+        assert begin == folder
+    else:
+        together(mesh, f"Saving to {target}", lambda: None)
+    together(mesh, f"Saving to {target}", lambda: _check_shared(folder, mesh))
+
+    values = by_original_name(checkpoint.get("state_dict") or state.owned, "entries of the state dict")
+    entries = together(mesh, "Saving the model", lambda: model_entries(state, values, mesh))
+    parts = together(mesh, "Saving the optimizers", lambda: _all_optimizer_parts(checkpoint, state, mesh))
+    write_tensors(folder, [*entries, *(entry for part in parts for entry in part.entries)], mesh)
+
+    together(mesh, "Saving", lambda: _write_rank_file(folder, parts, mesh, rank_state))
+    scalars = all_gather_object([part.scalars for part in parts], mesh.control_world)
+    extra = [key for key in values if key not in state.keys]
+    kept = [key for key in state.keys if not checkpoint.get("state_dict") or key in values]
+
+    def finish() -> None:
+        if mesh.rank:
+            return
+        groups, other_options = _groups(checkpoint, state)
+        _write_trainer_files(folder, checkpoint, other_options)
+        optimizers = [
+            {
+                "class": type(state.optimizers[index]).__name__,
+                "groups": groups[index],
+                "scalars": {name: values for rank in scalars for name, values in rank[index].items()},
+            }
+            for index in range(len(parts))
+        ]
+        Manifest(
+            layout={"pp": mesh.pp.size, "dp": mesh.dp.size, "tp": mesh.tp.size, **state.layout},
+            epoch=int(checkpoint.get("epoch", 0)),
+            global_step=int(checkpoint.get("global_step", 0)),
+            keys=[*kept, *extra],
+            ties=dict(state.ties),
+            optimizers=optimizers,
+            files={file.name: file.stat().st_size for file in sorted(folder.iterdir())},
+            written_by={"lightning_3d": _version(), "torch": str(torch.__version__)},
+        ).write(folder)
+        directory.publish(target)
+
+    together(mesh, f"Saving to {target}", finish)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("lightning-3d")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _check_shared(folder: Path, mesh: Mesh) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}, which rank 0 made, cannot be seen from {mesh.where}. All ranks must write to one file system:"
+            " give a path that all nodes share."
+        )
+
+
+def _packed(checkpoint: Mapping[str, Any], state: ModelState) -> Sequence[Mapping[str, Any]]:
+    """What the optimizers' ``state_dict()`` gives, if they are to be saved."""
+    if "optimizer_states" not in checkpoint:
+        return []
+    return checkpoint["optimizer_states"] or [optimizer.state_dict() for optimizer in state.optimizers]
+
+
+def _all_optimizer_parts(checkpoint: Mapping[str, Any], state: ModelState, mesh: Mesh) -> list[OptimizerParts]:
+    packed = _packed(checkpoint, state)
+    if packed and len(packed) != len(state.optimizers):
+        raise CheckpointError(f"{len(packed)} optimizer states were given for {len(state.optimizers)} optimizers.")
+    return [optimizer_parts(index, values, state, mesh) for index, values in enumerate(packed)]
+
+
+def _groups(checkpoint: Mapping[str, Any], state: ModelState) -> tuple[list[list[dict[str, Any]]], list[Any]]:
+    """Per optimizer and group: names and options for JSON, and the options that JSON cannot hold."""
+    groups, others = [], []
+    for index, packed in enumerate(_packed(checkpoint, state)):
+        names = state.group_of(index)
+        if len(names) != len(packed["param_groups"]):
+            raise CheckpointError(
+                f"Optimizer {index} has {len(packed['param_groups'])} parameter groups, {len(names)} were described."
+            )
+        pairs = [encode_options(group) for group in packed["param_groups"]]
+        groups.append(
+            [{"names": list(own), "options": options} for own, (options, _) in zip(names, pairs, strict=True)]
+        )
+        others.append([other for _, other in pairs])
+    return groups, others
+
+
+def _write_rank_file(folder: Path, parts: Sequence[OptimizerParts], mesh: Mesh, rank_state: Any) -> None:
+    opaque = [part.opaque for part in parts]
+    if rank_state is None and not any(opaque):
+        return
+    content = {"rank_state": rank_state, "optimizers": opaque}
+    write_file(folder / rank_file(mesh.rank), lambda file: torch.save(content, file))
+
+
+def _write_trainer_files(folder: Path, checkpoint: Mapping[str, Any], other_options: Sequence[Any]) -> None:
+    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    if any(other for groups in other_options for other in groups):
+        rest[OTHER_OPTIONS] = other_options
+    # Apart, because resuming does not need them and objects of the user's classes must not keep it from loading safely.
+    hyper_parameters = {key: rest.pop(key) for key in HYPER_PARAMETER_KEYS if key in rest}
+    if hyper_parameters:
+        write_file(folder / HYPER_PARAMETERS, lambda file: torch.save(hyper_parameters, file))
+    write_file(folder / TRAINER, lambda file: torch.save(rest, file))
