@@ -17,7 +17,9 @@ def with_communication(schedule: Schedule) -> Schedule:
     the one that precedes its consumer, hence also before the sends of that one. Where the data is sent earlier than
     that, the receive is posted earlier too: before the last action that starts, when each F, B and W takes one tick,
     while the data is still being made. (Data that goes from the last rank back to the first one in an interleaved
-    schedule is early: it waits there for its turn.)
+    schedule is early: it waits there for its turn.) Two rules go before these: the receive of a gradient stands after
+    the send of the outputs that it belongs to, which tell its shapes; and no receive is posted before one of the same
+    kind, from the same rank, that is used earlier.
 
     Then nothing can deadlock even when each send blocks until its receive is posted, whatever the true times are: in
     tick order each receive is posted before its send, so the relation "must happen before" has no cycle. Each message
@@ -31,11 +33,17 @@ def with_communication(schedule: Schedule) -> Schedule:
     made = {action[:3]: end for rank_spans in spans for action, _, end in rank_spans}
     post_before = [list(positions) for positions in one_ahead]
     for rank, order in enumerate(schedule.actions):
+        forwards = {action[1:3]: index for index, action in enumerate(order) if action.kind is Kind.F}
+        posted: dict[tuple[Kind, int], int] = {}
         for index, (kind, chunk, micro_batch, _) in enumerate(order):
             source = chunk + (-1 if kind is Kind.F else 1)
-            if (sent := made.get((kind, source, micro_batch))) is not None:
-                during = bisect_left(starts[rank], sent) - 1
-                post_before[rank][index] = max(0, min(during, index - 1))
+            if kind is Kind.W or (sent := made.get((kind, source, micro_batch))) is None:
+                continue
+            during = bisect_left(starts[rank], sent) - 1
+            after = forwards[chunk, micro_batch] + 1 if kind is Kind.B else 0
+            channel = (kind, schedule.placement[source])
+            posted[channel] = max(posted.get(channel, 0), after, min(during, index - 1))
+            post_before[rank][index] = posted[channel]
     return _insert(schedule, post_before)
 
 

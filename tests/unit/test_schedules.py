@@ -84,9 +84,15 @@ def check_messages(schedule: Schedule) -> None:
             elif kind is Kind.RECV_F or kind is Kind.RECV_B:
                 used_by = Kind.F if kind is Kind.RECV_F else Kind.B
                 consumer = place[used_by, chunk, micro_batch]
-                computes_between = [action for action in actions[index:consumer] if action.kind.is_compute]
                 before = [action for action in actions[:index] if action.kind.is_compute]
-                assert index < consumer and (computes_between or not before), "posted one compute action ahead"
+                between = [action for action in actions[index:consumer] if action.kind.is_compute]
+                assert index < consumer
+                if kind is Kind.RECV_B:
+                    assert place[Kind.SEND_F, chunk, micro_batch] < index, "posted once its shapes are known"
+                    ahead = before[-1][:3] == (Kind.F, chunk, micro_batch) or between
+                else:
+                    ahead = between or not before
+                assert ahead, "posted one compute action ahead"
                 received[used_by, peer, rank].append((chunk, micro_batch))
     assert sent == received
     boundaries = sum(a != b for a, b in itertools.pairwise(schedule.placement))
