@@ -1,0 +1,27 @@
+"""Data parallelism: what replicas share out (ZeRO) and how gradients and optimizer steps become those of one model."""
+
+from lightning_3d.sharding.gradients import (
+    OwnedParameter,
+    Tie,
+    agree_on_max,
+    clip_by_norm,
+    clip_by_value,
+    global_norm,
+    has_nonfinite,
+)
+from lightning_3d.sharding.sharding import Sharding, build
+from lightning_3d.sharding.zero import ZERO_RULES, ZeroRule
+
+__all__ = [
+    "ZERO_RULES",
+    "OwnedParameter",
+    "Sharding",
+    "Tie",
+    "ZeroRule",
+    "agree_on_max",
+    "build",
+    "clip_by_norm",
+    "clip_by_value",
+    "global_norm",
+    "has_nonfinite",
+]
