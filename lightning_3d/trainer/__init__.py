@@ -1,0 +1,1 @@
+"""What stands between the Lightning Trainer and the engine: data, logged values, module state, processes."""

@@ -1,0 +1,409 @@
+"""A batch is read once per replica, by one rank, and handed to the ranks that compute with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_3d.collectives import all_gather_object, broadcast_object
+from lightning_3d.errors import ThreeDError
+from lightning_3d.mesh import Mesh, where
+from lightning_3d.trainer.host_random import GeneratorStates, HostRandomState
+from lightning_3d.trainer.messages import Channel
+from lightning_3d.trainer.sampler import index_sampler
+
+_BATCH, _END, _ERROR = range(3)
+_NEW, _SAME = range(2)
+_REMEMBERED = 8
+
+
+class ReaderError(ThreeDError):
+    """The data loader of another rank failed; the message holds its traceback."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchFacts:
+    """What all ranks know about a batch."""
+
+    size: int
+    """Samples of this replica; of a filler, those of the batch that is repeated."""
+    global_size: int
+    """Samples over all replicas, fillers not counted."""
+    filler: bool = False
+    """Whether this replica has no batch left and only keeps the others company, with weight zero."""
+    indices: tuple[Any, ...] | None = None
+    """Dataset indices, when they are followed (predictions)."""
+
+    @property
+    def share(self) -> float:
+        """This replica's part of the samples."""
+        return 0.0 if self.filler else self.size / self.global_size
+
+
+class BatchLedger:
+    """Facts about the batches on their way from the loaders to the steps, found by the identity of the batch."""
+
+    def __init__(self, num_replicas: int = 1) -> None:
+        self.current = BatchFacts(1, num_replicas)
+        """Facts of the batch that was taken last."""
+        self._num_replicas = num_replicas
+        self._entries: deque[tuple[Any, BatchFacts]] = deque(maxlen=_REMEMBERED)
+
+    def record(self, batch: Any, facts: BatchFacts) -> None:
+        """Note down a batch that a loader is about to hand out."""
+        self._entries.append((batch, facts))
+
+    def take(self, batch: Any) -> BatchFacts:
+        """The facts of a batch which is about to be used; they become :attr:`current`."""
+        self.current = self.facts(batch)
+        return self.current
+
+    def facts(self, batch: Any) -> BatchFacts:
+        """The facts of a batch, or of the first of its parts that counts when several loaders are combined.
+
+        A batch that no loader here has made is taken to be one of as many equal ones as there are replicas.
+        """
+        if found := self._find(batch):
+            return next((facts for facts in found if not facts.filler), found[0])
+        size = batch_size(batch)
+        return BatchFacts(size, size * self._num_replicas)
+
+    def _find(self, batch: Any, depth: int = 3) -> list[BatchFacts]:
+        for index in range(len(self._entries)):
+            entry, facts = self._entries[index]
+            if entry is batch:
+                del self._entries[index]  # an object that comes again (a constant batch) comes with new facts
+                return [facts]
+        if depth == 0 or not isinstance(batch, (Mapping, list, tuple)):
+            return []
+        parts = batch.values() if isinstance(batch, Mapping) else batch
+        return [facts for part in parts for facts in self._find(part, depth - 1)]
+
+
+def batch_size(batch: Any) -> int:
+    """Samples in a batch: the length along dim 0 of its first tensor, else of its first list."""
+    return _tensor_length(batch) or _list_length(batch) or 1
+
+
+def _parts(batch: Any) -> list[Any]:
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        return list(batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    return []
+
+
+def _tensor_length(batch: Any) -> int | None:
+    if isinstance(batch, Tensor):
+        return batch.size(0) if batch.dim() else None
+    return next((length for part in _parts(batch) if (length := _tensor_length(part)) is not None), None)
+
+
+def _list_length(batch: Any) -> int | None:
+    if isinstance(batch, list) and not any(_parts(part) for part in batch):
+        return len(batch)
+    return next((length for part in _parts(batch) if (length := _list_length(part)) is not None), None)
+
+
+class Resumable(Protocol):
+    """A loader that keeps its own place."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go there."""
+
+
+class SharedLoader:
+    """Stands in for a loader: the replica's reader iterates it, the other ranks of the replica receive its batches.
+
+    Replicas go in step: as long as one has a batch, all get one, and those that have run out repeat their last (or
+    another replica's) as a filler. Only the reader starts workers. What the reader draws from the random generators
+    of the host it passes on, so that they stay equal within a replica, and over all ranks at the start of each pass.
+
+    It can stop and go on in the middle of a pass (``state_dict``), also where a plain ``DataLoader`` cannot: the order
+    of the pass is drawn again and what was read is left out.
+
+    Args:
+        loader: What this replica reads, see :func:`~lightning_3d.trainer.sampler.shard`. Any iterable.
+        mesh: The mesh. Collective: all ranks wrap their loaders in the same order.
+        ledger: Where the facts of every batch are noted.
+        track_indices: Also share which samples a batch holds, for writers of predictions.
+    """
+
+    _own = frozenset({"loader", "mesh", "ledger", "batch_sampler", "_channel", "_length", "_live", "_resume", "_track"})
+
+    def __init__(self, loader: Any, mesh: Mesh, ledger: BatchLedger, *, track_indices: bool = False) -> None:
+        self.loader = loader
+        self.mesh = mesh
+        self.ledger = ledger
+        self._track = track_indices and index_sampler(loader) is not None
+        self.batch_sampler: Any = getattr(loader, "batch_sampler", None)
+        if self._track:
+            self.batch_sampler = _SeenIndices(self.batch_sampler)
+        self._channel = Channel(mesh.control_model, source=0)
+        self._length = self._agree_on_length()
+        self._live: weakref.ReferenceType[_Pass] | None = None
+        self._resume: dict[str, Any] | None = None
+
+    def _agree_on_length(self) -> int | None:
+        """The number of batches, where only the replicas together can know it."""
+        if isinstance(self.loader, DataLoader) and not isinstance(self.loader.dataset, IterableDataset):
+            return None
+        lengths = all_gather_object(sized_len(self.loader), self.mesh.control_world)
+        return -1 if None in lengths else max(lengths)
+
+    def __len__(self) -> int:
+        """Batches per pass, the same on every rank."""
+        if self._length == -1:
+            raise TypeError(f"The length of this {type(self.loader).__name__} is not known.")
+        return len(self.loader) if self._length is None else self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        resume, self._resume = self._resume, None
+        running = _Pass(self, resume)
+        self._live = weakref.ref(running)
+        return running
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in self._own:
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning sets `worker_init_fn` and resets `_iterator` on what it takes for a DataLoader.
+        if name in self._own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.loader, name, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the current pass stands. Collective when the loader keeps its own place."""
+        running = self._live() if self._live is not None else None
+        state: dict[str, Any] = {"batches": 0, "random": None, "readers": None}
+        if running is not None:
+            ahead = 1 if sized_len(self) is None and not running.ended else 0  # Lightning looks one batch ahead
+            state |= {"batches": max(0, running.num_batches - ahead), "random": running.started_at}
+        if _is_resumable(self.loader):
+            own = self.loader.state_dict() if self.mesh.is_replica_reader else None
+            gathered = all_gather_object(own, self.mesh.control_world)
+            step = self.mesh.tp.size
+            state["readers"] = [gathered[replica * step] for replica in range(self.mesh.dp.size)]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next pass begin where another one stood."""
+        self._resume = state_dict
+
+
+class _Pass:
+    """One pass over a :class:`SharedLoader`."""
+
+    def __init__(self, shared: SharedLoader, resume: dict[str, Any] | None) -> None:
+        self.shared = shared
+        self.num_batches = 0
+        self.ended = False
+        self.started_at: Any = None
+        """The random state from which the order of this pass was drawn."""
+        self._source: Iterator[Any] | None = None
+        self._error: BaseException | None = None
+        self._last: Any = None
+        self._has_last = False
+        mesh = shared.mesh
+        if mesh.world.size > 1:
+            _align(shared)
+        self._open(resume)
+        if mesh.world.size > 1:
+            _align(shared)
+
+    def _open(self, resume: dict[str, Any] | None) -> None:
+        shared = self.shared
+        batches = resume["batches"] if resume else 0
+        workers = getattr(shared.loader, "num_workers", 0)
+        before = HostRandomState.get()
+        if resume and resume["random"] is not None:
+            self.started_at = resume["random"]
+            HostRandomState.of(self.started_at["host"]).set()
+            GeneratorStates.of(shared.loader).set(self.started_at["generators"])
+        elif workers:
+            self.started_at = _random_now(shared.loader)
+        self.num_batches = batches
+        if shared.mesh.is_replica_reader:
+            try:
+                self._source = self._start(batches, resume)
+            except Exception as error:  # told to the others at the first batch, where they listen
+                self._error = error
+        if resume:
+            before.set()  # it was restored as of the interruption; the order alone comes from further back
+        if shared._track:
+            shared.batch_sampler.seen_batch_indices = [[] for _ in range(batches)]
+
+    def _start(self, skip: int, resume: dict[str, Any] | None) -> Iterator[Any]:
+        loader = self.shared.loader
+        sampler = index_sampler(loader)
+        if sampler is not None and self.shared._track:
+            sampler.served = deque()
+        readers = resume["readers"] if resume else None
+        if readers is not None and len(readers) == self.shared.mesh.dp.size:
+            loader.load_state_dict(readers[self.shared.mesh.dp.rank])
+            return iter(loader)
+        if skip and sampler is not None:
+            if loader.num_workers:
+                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # the seed of the workers
+            sampler.prepare(skip)
+            return iter(loader)
+        source = iter(loader)
+        for _ in range(skip):
+            next(source, None)
+        return source
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Any:
+        if self.ended:
+            raise StopIteration
+        shared = self.shared
+        mesh = shared.mesh
+        if self.started_at is None:
+            self.started_at = _random_now(shared.loader)
+        if not mesh.is_replica_reader:
+            (content, random), notes = shared._channel.exchange()
+        else:
+            before = HostRandomState.get() if mesh.model.size > 1 else None
+            status, content = self._read()
+            content, notes = self._agree(status, content)
+            random = None
+            if before is not None and (after := HostRandomState.get()) != before:
+                random = after
+            self._tell(content, random, notes)
+        return self._deliver(content, random, notes)
+
+    def _tell(self, content: Any, random: HostRandomState | None, notes: tuple[int, ...]) -> None:
+        try:
+            self.shared._channel.exchange((content, random), notes)
+        except Exception as error:
+            if self.shared._channel.control.group is None or notes[0] == _ERROR:
+                raise
+            # A batch that does not pickle: nothing was sent yet, so the others still wait for a header.
+            text = f"This batch cannot be handed to the other ranks of the replica.\n{traceback.format_exc()}"
+            self.shared._channel.exchange((text, None), (_ERROR, 0, 0, mesh_rank(self.shared.mesh), 0))
+            raise ReaderError(text) from error
+
+    def _read(self) -> tuple[int, Any]:
+        """The next batch of this replica, with its indices; or the reason why there is none."""
+        if self._source is None and self._error is None:
+            return _END, None
+        try:
+            if self._error is not None:
+                raise self._error
+            batch = next(self._source)  # type: ignore[arg-type]
+        except StopIteration:
+            self._source = None
+            return _END, None
+        except Exception as error:
+            self._error = error
+            return _ERROR, traceback.format_exc()
+        sampler = index_sampler(self.shared.loader) if self.shared._track else None
+        indices = tuple(sampler.served.popleft()) if sampler is not None and sampler.served else None
+        return _BATCH, (batch, indices)
+
+    def _agree(self, status: int, content: Any) -> tuple[Any, tuple[int, ...]]:
+        """Settle with the readers of the other replicas what this step is."""
+        mesh = self.shared.mesh
+        size = batch_size(content[0]) if status == _BATCH else 0
+        rows = _gather_numbers((status, size, int(self._has_last or status == _BATCH)), mesh)
+        failed = [replica for replica, row in enumerate(rows) if row[0] == _ERROR]
+        if failed:
+            text = broadcast_object(content, mesh.control_dp, failed[0])
+            return text, (_ERROR, 0, 0, mesh.control_dp.ranks[failed[0]], 0)
+        if all(row[0] == _END for row in rows):
+            return None, (_END, 0, 0, 0, 0)
+        global_size = sum(row[1] for row in rows)
+        foreign: Any = None
+        if not all(row[2] for row in rows):
+            owner = next(replica for replica, row in enumerate(rows) if row[0] == _BATCH)
+            foreign = broadcast_object(content, mesh.control_dp, owner)
+        if status == _BATCH:
+            return content, (_BATCH, size, global_size, 0, _NEW)
+        if self._has_last:
+            return None, (_BATCH, batch_size(self._last), global_size, 1, _SAME)
+        return (foreign[0], ()), (_BATCH, batch_size(foreign[0]), global_size, 1, _NEW)
+
+    def _deliver(self, content: Any, random: HostRandomState | None, notes: tuple[int, ...]) -> Any:
+        status, size, global_size, extra, which = notes[:5]
+        if random is not None and not self.shared.mesh.is_replica_reader:
+            random.set()
+        if status == _END:
+            self.ended = True
+            raise StopIteration
+        if status == _ERROR:
+            self.ended = True
+            if self._error is not None:
+                raise self._error
+            raise ReaderError(f"The data loader of {where(extra, self.shared.mesh.sizes)} failed:\n\n{content}")
+        batch, indices = (self._last, ()) if which == _SAME else content
+        filler = bool(extra)
+        if filler:
+            indices = ()
+        self._last, self._has_last = batch, True
+        self.num_batches += 1
+        if self.shared._track:
+            self.shared.batch_sampler.seen_batch_indices.append(list(indices or ()))
+        self.shared.ledger.record(batch, BatchFacts(size, global_size, filler, indices))
+        return batch
+
+
+class _SeenIndices(_IndexBatchSamplerWrapper):
+    """Where Lightning's prediction loop looks up the samples of a batch; filled from what the reader tells."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.seen_batch_indices: list[list[int]] = []
+        self._batch_sampler = sampler
+        self._iterator = None
+
+
+def mesh_rank(mesh: Mesh) -> int:
+    """This rank, also where there is no process group."""
+    return mesh.world.rank
+
+
+def _is_resumable(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def _random_now(loader: Any) -> dict[str, Any]:
+    return {"host": HostRandomState.get().state, "generators": GeneratorStates.of(loader).get()}
+
+
+def _align(shared: SharedLoader) -> None:
+    """Give every rank the random state of the first one, and every reader's samplers the generators of the first."""
+    axis = shared.mesh.control_world
+    generators = GeneratorStates.of(shared.loader)
+    host, states = broadcast_object((HostRandomState.get(), generators.get()), axis, 0)
+    host.set()
+    generators.set(states)
+
+
+def _gather_numbers(numbers: tuple[int, ...], mesh: Mesh) -> list[list[int]]:
+    axis = mesh.control_dp
+    if axis.group is None:
+        return [list(numbers)]
+    mine = torch.tensor(numbers, dtype=torch.int64)
+    rows = torch.empty(axis.size * len(numbers), dtype=torch.int64)
+    dist.all_gather_into_tensor(rows, mine, group=axis.group)
+    return rows.view(axis.size, -1).tolist()

@@ -1,0 +1,291 @@
+"""``self.log`` in steps: recorded per micro-batch on the last stage, combined, and logged once per batch everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_3d.collectives import all_gather_object, all_reduce
+from lightning_3d.errors import StageError
+from lightning_3d.mesh import Mesh
+from lightning_3d.trainer.batches import BatchFacts
+
+
+class LogKey(NamedTuple):
+    """One call of ``self.log`` within a step, without its value."""
+
+    fx: str
+    name: str
+    occurrence: int
+    """How often this name was logged before in the same step."""
+    op: str
+    """``mean``, ``sum``, ``max`` or ``min``: how micro-batches and replicas are combined, and batches later."""
+    dtype: torch.dtype | None
+    """float64 if the value has it, else float32, as Lightning keeps it; ``None`` when there is no value to combine (a
+    metric that only computes at the end)."""
+    own_batch_size: bool
+    """Whether the user gave ``batch_size``: then it is the weight of the value."""
+    metric: str | None
+    """Attribute name of the torchmetrics object that was logged."""
+    options: tuple[tuple[str, Any], ...]
+    """What else was given to ``self.log``."""
+
+
+class Logged(NamedTuple):
+    """What was logged for one batch: the same on every rank."""
+
+    keys: tuple[LogKey, ...]
+    values: Tensor | None
+    """``[2, keys]`` float64 on the device: values, and the samples they stand for."""
+
+
+@dataclass
+class _MicroBatch:
+    weight: float | Tensor
+    size: int
+    values: dict[LogKey, tuple[Tensor | None, float | Tensor | None]] = field(default_factory=dict)
+    count: dict[str, int] = field(default_factory=dict)
+
+
+class LogRelay:
+    """Gives every rank, loop and logger the value that one process would have logged for the global batch.
+
+    While the user's step runs, what ``self.log`` hands to Lightning's result collection is set aside. Afterwards the
+    values are combined over the micro-batches and replicas by their ``reduce_fx``, a mean weighted as the loss is (or
+    by the ``batch_size`` that was given), and handed on once, on every rank, without any further synchronisation. A key
+    that only some micro-batches or replicas have logged is combined over those. Fillers do not count.
+
+    Args:
+        module: The LightningModule, attached to a Trainer.
+        mesh: The mesh.
+    """
+
+    def __init__(self, module: LightningModule, mesh: Mesh) -> None:
+        self.module = module
+        self.mesh = mesh
+        self._facts = BatchFacts(1, 1)
+        self._micro_batches: list[_MicroBatch] = []
+        self._pass_through = False
+        self._signatures: dict[tuple[LogKey, ...], int] = {}
+        self._merged: dict[tuple[int, ...], tuple[LogKey, ...]] = {}
+
+    def begin(self, facts: BatchFacts, num_micro_batches: int) -> None:
+        """A batch begins."""
+        self._facts = facts
+        self._micro_batches = []
+        # With one stage, replica and micro-batch, the user's call is the one call there is.
+        self._pass_through = num_micro_batches == 1 and self.mesh.pp.size == self.mesh.dp.size == 1
+
+    @contextmanager
+    def recording(self, size: int, weight: float | Tensor) -> Iterator[None]:
+        """Around the user's step on one micro-batch.
+
+        Args:
+            size: Its samples.
+            weight: Its weight in the loss.
+        """
+        results = self.module.trainer._results
+        if results is None or self._pass_through:
+            yield
+            return
+        micro_batch = _MicroBatch(weight, size)
+        self._micro_batches.append(micro_batch)
+
+        def record(fx: str, name: str, value: Metric | Tensor, **options: Any) -> None:
+            _record(micro_batch, fx, name, value, options)
+
+        # On the object, not on `self.log`: the user may have kept, overridden or wrapped that, and its checks should
+        # raise at the user's line.
+        results.log = record
+        try:
+            yield
+        finally:
+            del results.log
+
+    def collect(self) -> Logged:
+        """Combine over micro-batches and replicas. Collective over dp; called on the last stage."""
+        if self._pass_through:
+            return Logged((), None)
+        micro_batches = [] if self._facts.filler else self._micro_batches
+        keys = tuple(dict.fromkeys(key for micro_batch in micro_batches for key in micro_batch.values))
+        self._micro_batches = []
+        agreed = self._agree(keys)
+        if not any(key.dtype is not None for key in agreed):
+            return Logged(agreed, None)
+        values, weights, samples = self._combine(agreed, micro_batches)
+        return Logged(agreed, self._reduce(agreed, values, weights, samples))
+
+    def replay(self, logged: Logged) -> None:
+        """Log the values of one batch, as one step on the global batch would have. On every rank."""
+        if not logged.keys:
+            return
+        trainer = self.module.trainer
+        connector, results = trainer._logger_connector, trainer._results
+        assert results is not None
+        fx = logged.keys[0].fx
+        if connector.should_reset_tensors(fx):
+            results.reset(metrics=False, fx=fx)
+        for index, key in enumerate(logged.keys):
+            value: Any = None
+            batch_size: Any = self._facts.global_size
+            if key.dtype is not None and logged.values is not None:
+                value = logged.values[0, index].to(key.dtype)
+                batch_size = logged.values[1, index].round().to(torch.int64)
+            if key.metric is not None:
+                metric = _find_metric(self.module, key)
+                if value is not None:
+                    metric._forward_cache = value
+                value = metric
+            results.log(
+                key.fx,
+                key.name,
+                value,
+                **dict(key.options),
+                reduce_fx=getattr(torch, key.op),
+                sync_dist_fn=trainer.strategy.reduce,
+                batch_size=batch_size,
+                metric_attribute=key.metric,
+            )
+        connector._current_fx = fx
+
+    def _agree(self, keys: tuple[LogKey, ...]) -> tuple[LogKey, ...]:
+        """The keys of all replicas, in one order."""
+        axis = self.mesh.control_dp
+        if axis.group is None:
+            return keys
+        mine = self._signatures.get(keys)
+        if mine is None:
+            digest = hashlib.blake2b(repr(keys).encode(), digest_size=7).digest()
+            mine = self._signatures[keys] = int.from_bytes(digest, "little")
+        everyones = torch.empty(axis.size, dtype=torch.int64)
+        dist.all_gather_into_tensor(everyones, torch.tensor([mine], dtype=torch.int64), group=axis.group)
+        signatures = tuple(everyones.tolist())
+        if len(set(signatures)) == 1:
+            return keys
+        # All replicas see the same signatures, so all know without a word whether these were merged before.
+        if signatures not in self._merged:
+            everyone = all_gather_object(keys, axis)
+            self._merged[signatures] = tuple(dict.fromkeys(key for theirs in everyone for key in theirs))
+        return self._merged[signatures]
+
+    def _combine(self, keys: Sequence[LogKey], micro_batches: Sequence[_MicroBatch]) -> tuple[Tensor, Tensor, Tensor]:
+        """Over this replica's micro-batches: combined values, weights and samples, each ``[keys]`` float64.
+
+        Means and sums are left as sums (of weight times value), so that they can be added up over replicas.
+        """
+        device = self.mesh.device
+        absent = torch.zeros((), dtype=torch.float64, device=device)
+        if not micro_batches:
+            nothing = torch.zeros(len(keys), dtype=torch.float64, device=device)
+            return _where_extreme(keys, nothing, absent=True), nothing, nothing
+        rows, weights, samples = [], [], []
+        for micro_batch in micro_batches:
+            for key in keys:
+                value, own = micro_batch.values.get(key, (None, None))
+                rows.append(absent if value is None else value.to(device))
+                present = key in micro_batch.values
+                size = micro_batch.size if own is None else own
+                weights.append((micro_batch.weight if own is None else own) if present else 0.0)
+                samples.append(size if present else 0)
+        shape = (len(micro_batches), len(keys))
+        matrix = _stack(rows, device).view(shape)
+        weight = _stack_numbers(weights, device).view(shape)
+        sample = _stack_numbers(samples, device).view(shape)
+        columns = []
+        for index, key in enumerate(keys):
+            column, logged = matrix[:, index], sample[:, index] > 0
+            if key.op == "mean":
+                columns.append((column * weight[:, index]).sum())
+            elif key.op == "sum":
+                columns.append(column.sum())
+            else:
+                lowest = torch.where(logged, column if key.op == "max" else -column, float("-inf"))
+                columns.append(lowest.amax())
+        return torch.stack(columns), weight.sum(0), sample.sum(0)
+
+    def _reduce(self, keys: Sequence[LogKey], values: Tensor, weights: Tensor, samples: Tensor) -> Tensor:
+        """Over replicas: ``[2, keys]`` of values and samples."""
+        extreme = [index for index, key in enumerate(keys) if key.op in ("max", "min")]
+        if self.mesh.dp.size > 1:
+            tops = values[extreme] if extreme else None
+            if extreme:
+                values = values.clone()
+                values[extreme] = 0.0
+            values, weights, samples = all_reduce(torch.stack([values, weights, samples]), self.mesh.dp).unbind()
+            if tops is not None:
+                values = values.clone()
+                values[extreme] = all_reduce(tops.contiguous(), self.mesh.dp, "max")
+        means = torch.tensor([key.op == "mean" for key in keys], device=values.device)
+        values = torch.where(means, values / weights, values)
+        signs = torch.tensor(
+            [-1.0 if key.op == "min" else 1.0 for key in keys], dtype=values.dtype, device=values.device
+        )
+        return torch.stack([values * signs, samples])
+
+
+def _record(micro_batch: _MicroBatch, fx: str, name: str, value: Metric | Tensor, options: dict[str, Any]) -> None:
+    options = dict(options)
+    own = options.pop("batch_size", None)
+    attribute = options.pop("metric_attribute", None)
+    # Settled by this relay: the value is the same on all ranks already.
+    for settled in ("sync_dist", "sync_dist_fn", "sync_dist_group", "rank_zero_only", "enable_graph"):
+        options.pop(settled, None)
+    reduce_fx = options.pop("reduce_fx", torch.mean)
+    # Lightning's own check of `reduce_fx`, at the user's line rather than when the values are handed on.
+    op = _Metadata(fx, name, reduce_fx=reduce_fx).reduce_fx.__name__
+    number: Tensor | None = value._forward_cache if isinstance(value, Metric) else value
+    if not isinstance(number, Tensor) or number.numel() != 1:
+        number = None
+    number = None if number is None else number.detach().reshape(())
+    occurrence = micro_batch.count.get(name, 0)
+    micro_batch.count[name] = occurrence + 1
+    key = LogKey(
+        fx=fx,
+        name=name,
+        occurrence=occurrence,
+        op=op,
+        dtype=None if number is None else torch.float64 if number.dtype == torch.float64 else torch.float32,
+        own_batch_size=own is not None,
+        metric=attribute if isinstance(value, Metric) else None,
+        options=tuple(sorted(options.items())),
+    )
+    micro_batch.values[key] = (number, own)
+
+
+def _find_metric(module: LightningModule, key: LogKey) -> Metric:
+    found: Any = module
+    for part in (key.metric or "").split("."):
+        found = found[part] if isinstance(found, dict) else getattr(found, part, None)
+    if not isinstance(found, Metric):
+        raise StageError(
+            f"self.log({key.name!r}, ..., metric_attribute={key.metric!r}) names no torchmetrics object of the module,"
+            " so the other ranks cannot log it. Make the metric an attribute of the LightningModule."
+        )
+    return found
+
+
+def _where_extreme(keys: Sequence[LogKey], values: Tensor, absent: bool) -> Tensor:
+    lowest = [float("-inf") if absent and key.op in ("max", "min") else 0.0 for key in keys]
+    return values + torch.tensor(lowest, dtype=values.dtype, device=values.device)
+
+
+def _stack(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    if len({value.dtype for value in values}) > 1:
+        values = [value.to(torch.float64) for value in values]
+    return torch.stack([value.to(device) for value in values]).to(torch.float64)
+
+
+def _stack_numbers(numbers: Sequence[float | Tensor], device: torch.device) -> Tensor:
+    if any(isinstance(number, Tensor) for number in numbers):
+        return _stack([torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers], device)
+    return torch.tensor(numbers, dtype=torch.float64, device=device)

@@ -1,0 +1,75 @@
+"""What the last stage tells the other stages of its replica after each batch, in one message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from lightning_3d.mesh import Mesh
+from lightning_3d.trainer.logs import LogRelay
+from lightning_3d.trainer.messages import Channel
+from lightning_3d.trainer.mirror import Snapshot, StateMirror
+
+
+class StepReport:
+    """Makes a batch look the same on every stage: the step's output, logged values and the state of the module.
+
+    Call :meth:`begin` before and :meth:`publish` after the micro-batches of each batch, on every rank.
+
+    Args:
+        module: The LightningModule.
+        mesh: The mesh.
+        relay: Its logged values.
+        mirror: Its state.
+    """
+
+    def __init__(self, module: LightningModule, mesh: Mesh, relay: LogRelay, mirror: StateMirror) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.relay = relay
+        self.mirror = mirror
+        self._before: Snapshot | None = None
+        self._filler = False
+        self._channel = Channel(
+            mesh.control_pp,
+            source=mesh.pp.size - 1,
+            devices=mesh.pp if mesh.device.type != "cpu" else None,
+            device=mesh.device,
+        )
+
+    def begin(self, filler: bool) -> None:
+        """A batch begins; what the module holds now is what changes are measured against."""
+        self._filler = filler
+        if filler:
+            self._before = self.mirror.snapshot(copy=True)
+        elif self.mesh.pp.size > 1:
+            self._before = self.mirror.snapshot()
+
+    def publish(self, output: Any) -> Any:
+        """The batch has run. Collective over dp and pp.
+
+        Args:
+            output: What the step returned for the whole batch; looked at on the last stage only.
+
+        Returns:
+            The last stage's output, on every stage.
+        """
+        mirror, before = self.mirror, self._before
+        self._before = None
+        last = self.mesh.pp.is_last
+        if self._filler and before is not None:
+            mirror.restore(before)
+        logged = self.relay.collect() if last else None
+        if self.mesh.pp.size > 1:
+            if not self._filler and before is not None and not last:
+                # What this stage did before its part of the model is done by the last stage as well.
+                mirror.restore(before)
+            delta = mirror.delta(before) if last and not self._filler and before is not None else None
+            message = (output, logged, delta or None)
+            (output, logged, delta), _ = self._channel.exchange(message, names=mirror.names, named=mirror.named)
+            if delta is not None and not last:
+                mirror.apply(delta)
+        if logged is not None:
+            self.relay.replay(logged)
+        return output

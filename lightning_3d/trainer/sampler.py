@@ -1,0 +1,190 @@
+"""Which samples a replica reads: its share of the user's own order, nothing repeated and nothing left out."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+from typing_extensions import override
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.mesh import Axis
+
+
+class ReplicaSampler:
+    """Every n-th item of a sampler's order, starting at this replica's place.
+
+    For loaders without batches of their own making: a sampler of single indices (``batch_size=None``), or a custom
+    batch sampler, whose batches then go to the replicas in turn.
+
+    Args:
+        source: The user's sampler or batch sampler. Attributes are looked up there (``set_epoch``, ``sampler``, ...).
+        axis: The data-parallel axis.
+    """
+
+    def __init__(self, source: Any, axis: Axis) -> None:
+        self.source = source
+        self.axis = axis
+        self.served: deque[Any] | None = None
+        """What was handed out and not yet taken back, oldest first, once somebody asks for it."""
+        self._prepared: Iterator[Any] | None = None
+
+    def share(self) -> Iterator[Any]:
+        """This replica's items, in order."""
+        return islice(iter(self.source), self.axis.rank, None, self.axis.size)
+
+    def prepare(self, skip: int) -> None:
+        """Start the next pass now and leave out its first ``skip`` items."""
+        self._prepared = self.share()
+        for _ in islice(self._prepared, skip):
+            pass
+
+    def __iter__(self) -> Iterator[Any]:
+        prepared, self._prepared = self._prepared, None
+        if self.served is not None:
+            self.served.clear()
+        # Not `self.share()` here: samplers draw their seed at the first item, in one process as on a replica.
+        return self._pass(prepared)
+
+    def _pass(self, prepared: Iterator[Any] | None) -> Iterator[Any]:
+        for item in self.share() if prepared is None else prepared:
+            if self.served is not None:
+                self.served.append(item)
+            yield item
+
+    def __len__(self) -> int:
+        """Rounds over the replicas: the same on all of them. The last one may leave some without an item."""
+        return -(-len(self.source) // self.axis.size)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "source":
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+
+class ReplicaBatchSampler(ReplicaSampler):
+    """This replica's part of every global batch: samples ``r, r + n, r + 2n, ...`` of replica r among n.
+
+    Args:
+        source: Yields the batches that one process would see, all replicas' samples together.
+        axis: The data-parallel axis.
+    """
+
+    @override
+    def share(self) -> Iterator[list[int]]:
+        parts = (batch[self.axis.rank :: self.axis.size] for batch in self.source)
+        return (part for part in parts if len(part))  # only a last, short batch can leave a replica without samples
+
+    @override
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+def take_over_sampling(trainer: Trainer) -> bool:
+    """Keep Lightning from injecting its own sampler.
+
+    It would shard by global rank, shuffle loaders that are sequential, and repeat samples until they divide.
+
+    Returns:
+        Whether loaders are to be sharded: ``Trainer(use_distributed_sampler=...)``. Ask once per Trainer.
+    """
+    connector = trainer._accelerator_connector
+    wanted = bool(connector.use_distributed_sampler)
+    connector.use_distributed_sampler = False
+    return wanted
+
+
+def shard(loader: Any, axis: Axis) -> Any:
+    """The loader of one replica: over all replicas, batch k holds what one process reads as its batch k.
+
+    ``loader.batch_size`` counts samples per replica, so one process would read ``axis.size`` times as many.
+
+    Args:
+        loader: What the user gave, possibly re-created by Lightning to follow the indices of predictions. Anything
+            but a ``DataLoader`` over a map-style dataset comes back as it is: it decides itself what a replica reads.
+        axis: The data-parallel axis.
+
+    Raises:
+        ConfigError: for a ``DistributedSampler`` set up for other replicas than there are.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    sampler = loader.batch_sampler
+    if isinstance(sampler, _IndexBatchSamplerWrapper):  # Lightning's notebook of indices: ours is in batches.py
+        sampler = sampler._batch_sampler
+    own = getattr(sampler, "sampler", loader.sampler)
+    if isinstance(own, DistributedSampler):
+        return _with_own_sharding(loader, own, axis)
+    if sampler is None:
+        return _replace(loader, sampler=ReplicaSampler(loader.sampler, axis))
+    if type(sampler) is BatchSampler:
+        whole = BatchSampler(sampler.sampler, sampler.batch_size * axis.size, sampler.drop_last)
+        return _replace(loader, batch_sampler=ReplicaBatchSampler(whole, axis))
+    return _replace(loader, batch_sampler=ReplicaSampler(sampler, axis))
+
+
+def set_batch_size(loader: Any, batch_size: int) -> Any:
+    """The same loader with ``batch_size`` samples per batch.
+
+    Args:
+        loader: A ``DataLoader`` which makes its own batches.
+        batch_size: Samples per batch and replica.
+
+    Raises:
+        ConfigError: when the batches are not the loader's to make (a custom batch sampler, ``batch_size=None``, or
+            not a ``DataLoader``).
+    """
+    if batch_size < 1:
+        raise ConfigError(f"A batch of {batch_size} samples cannot be read. Give at least one sample per replica.")
+    sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
+    if type(sampler) is not BatchSampler:
+        what = type(loader).__name__ if sampler is None else type(sampler).__name__
+        raise ConfigError(
+            f"global_batch_size={batch_size} per replica cannot be set on a loader whose batches come from"
+            f" `{what}`. Leave global_batch_size out and set the batch size there, or use DataLoader(batch_size=...)."
+        )
+    resized = BatchSampler(sampler.sampler, batch_size, sampler.drop_last)
+    return _replace(loader, batch_sampler=resized, batch_size=batch_size)
+
+
+def index_sampler(loader: Any) -> ReplicaSampler | None:
+    """Our sampler in a loader that :func:`shard` made."""
+    for name in ("batch_sampler", "sampler"):
+        if isinstance(found := getattr(loader, name, None), ReplicaSampler):
+            return found
+    return None
+
+
+def _with_own_sharding(loader: DataLoader[Any], sampler: DistributedSampler[Any], axis: Axis) -> DataLoader[Any]:
+    """A loader whose user shards it himself: by replica, not by process, because a replica is many processes."""
+    if (sampler.num_replicas, sampler.rank) == (axis.size, axis.rank):
+        return loader
+    if type(sampler) is not DistributedSampler or not isinstance(loader.batch_sampler, BatchSampler):
+        raise ConfigError(
+            f"The loader's {type(sampler).__name__} has num_replicas={sampler.num_replicas}, rank={sampler.rank}, but"
+            f" this is replica {axis.rank} of {axis.size}: the processes of one replica share its batches. Give it"
+            f" num_replicas={axis.size} and the replica's rank, or leave the sampler out."
+        )
+    sharded: DistributedSampler[Any] = DistributedSampler(
+        sampler.dataset, axis.size, axis.rank, sampler.shuffle, seed=sampler.seed, drop_last=sampler.drop_last
+    )
+    batches = BatchSampler(sharded, loader.batch_sampler.batch_size, loader.batch_sampler.drop_last)
+    return _replace(loader, sampler=sharded, batch_sampler=batches)
+
+
+def _replace(loader: DataLoader[Any], **attributes: Any) -> Any:
+    """A copy of the loader with other samplers.
+
+    A copy rather than a new object: subclasses take other arguments than ``DataLoader`` does, and keep state of their
+    own. ``DataLoader`` forbids to set these attributes because a running iterator would not notice; a copy has none.
+    """
+    clone = copy.copy(loader)
+    clone.__dict__.update(attributes, _iterator=None)
+    return clone
