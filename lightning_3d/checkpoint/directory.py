@@ -134,7 +134,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(text))
 
 
-def begin(path: Path) -> Path:
+def begin(path: Path) -> None:
     """Make the empty hidden directory beside ``path`` in which the checkpoint is written.
 
     Raises:
@@ -154,12 +154,16 @@ def begin(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove(folder)
     folder.mkdir()
-    return folder
 
 
 def staging(path: Path) -> Path:
     """The directory in which the checkpoint for ``path`` is written."""
     return path.parent / f".{path.name}.saving"
+
+
+def discard(path: Path) -> None:
+    """Delete what was written for ``path`` and will not be finished."""
+    shutil.rmtree(staging(path), ignore_errors=True)
 
 
 def publish(path: Path) -> None:

@@ -164,13 +164,13 @@ def _rank_content(folder: Path, manifest: Manifest, mesh: Mesh) -> tuple[dict[st
 
 def _load_model(values: Mapping[str, Source], state: ModelState, mesh: Mesh, strict: bool) -> None:
     values = by_original_name(values, "entries of the checkpoint's state dict")
-    second: dict[str, list[str]] = {}
+    aliases: dict[str, list[str]] = {}
     for alias, first in state.ties.items():
-        second.setdefault(first, []).append(alias)
+        aliases.setdefault(first, []).append(alias)
 
     def source_of(name: str) -> Source | None:
-        names = (name, state.ties.get(name, name), *second.get(state.ties.get(name, name), ()))
-        return next((values[key] for key in names if key in values), None)
+        first = state.first_name(name)
+        return next((values[key] for key in (name, first, *aliases.get(first, ())) if key in values), None)
 
     missing = [key for key in state.keys if source_of(key) is None]
     unexpected = [key for key in values if key not in set(state.keys)]
@@ -181,7 +181,7 @@ def _load_model(values: Mapping[str, Source], state: ModelState, mesh: Mesh, str
             f"The checkpoint does not fit the model: {' and '.join(texts)}. Load into the model that was saved, or set"
             " strict_loading = False on the LightningModule."
         )
-    for name, tensor in state.owned.items():
+    for name, tensor in state.held:
         source = source_of(name)
         if source is not None:
-            fill(shard_of(name, tensor, state.cuts.get(name), mesh), source)
+            fill(shard_of(name, tensor, state.cut_of(name), mesh), source)

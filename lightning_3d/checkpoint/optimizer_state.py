@@ -15,7 +15,7 @@ from lightning_3d.checkpoint.directory import Manifest
 from lightning_3d.checkpoint.names import listed, original_name
 from lightning_3d.checkpoint.options import NOT_OPTIONS, decode_options, merge_options
 from lightning_3d.checkpoint.reader import StoredTensor, fill
-from lightning_3d.checkpoint.state import MODEL, OPTIMIZER, Entry, ModelState, numbered_names, shard_of
+from lightning_3d.checkpoint.state import MODEL, OPTIMIZER, Entry, ModelState, numbered_parameters, shard_of
 from lightning_3d.errors import CheckpointError
 from lightning_3d.mesh import Mesh
 from lightning_3d.placeholder import is_placeholder
@@ -116,11 +116,10 @@ def _load_optimizer(index: int, record: OptimizerRecord, state: ModelState, mesh
             " LightningModule to start these from zero."
         )
     filled = {}
-    for number, name in numbered_names(state, index).items():
-        parameter = state.parameters[name]
+    for number, (name, parameter) in numbered_parameters(state, index).items():
         if is_placeholder(parameter):
             continue
-        own = shard_of(name, parameter, state.cuts.get(name), mesh)
+        own = shard_of(name, parameter, state.cut_of(name), mesh)
         values = {key: _state_value(key, value, parameter, own) for key, value in saved.get(name, {}).items()}
         values.update(record.opaque.get(name, {}))
         if values:
@@ -161,8 +160,7 @@ def _keep_types(
 
     An optimizer that keeps float32 moments of bfloat16 parameters would lose their digits.
     """
-    for number, name in numbered_names(state, index).items():
-        parameter = state.parameters[name]
+    for number, (name, parameter) in numbered_parameters(state, index).items():
         if number not in filled or record.dtypes.get(name) != parameter.dtype:
             continue
         held = optimizer.state.get(parameter, {})

@@ -17,7 +17,7 @@ from lightning_3d.checkpoint.names import by_original_name
 from lightning_3d.checkpoint.options import encode_options
 from lightning_3d.checkpoint.state import ModelState, OptimizerParts, model_entries, optimizer_parts
 from lightning_3d.checkpoint.writer import write_tensors
-from lightning_3d.collectives import all_gather_object
+from lightning_3d.collectives import all_gather_object, broadcast_object
 from lightning_3d.errors import CheckpointError
 from lightning_3d.mesh import Mesh
 
@@ -49,16 +49,28 @@ def save(
     Raises:
         CheckpointError: On every rank, if any rank could not write its part; the old checkpoint is then untouched.
     """
-    target = together(mesh, "Saving", lambda: directory.local_path(path))
-    folder = directory.staging(target)
-    if mesh.rank == 0:
-        begin = together(mesh, f"Saving to {target}", lambda: directory.begin(target))
-        assert begin == folder
-    else:
-        together(mesh, f"Saving to {target}", lambda: None)
-    together(mesh, f"Saving to {target}", lambda: _check_shared(folder, mesh))
+    # Rank 0's path: a file name made of a metric or the time may differ between ranks.
+    target = together(
+        mesh, "Saving", lambda: directory.local_path(broadcast_object(os.fspath(path), mesh.control_world))
+    )
+    together(mesh, f"Saving to {target}", lambda: directory.begin(target) if mesh.rank == 0 else None)
+    together(mesh, f"Saving to {target}", lambda: _check_shared(directory.staging(target), mesh))
+    try:
+        _write(target, checkpoint, state, mesh, rank_state)
+    except CheckpointError:
+        # Raised on every rank or none, so nobody still writes; a full disk needs the room back.
+        if mesh.rank == 0:
+            directory.discard(target)
+        raise
 
-    values = by_original_name(checkpoint.get("state_dict") or state.owned, "entries of the state dict")
+
+def _write(target: Path, checkpoint: Mapping[str, Any], state: ModelState, mesh: Mesh, rank_state: Any) -> None:
+    folder = directory.staging(target)
+    values = together(
+        mesh,
+        "Saving the model",
+        lambda: by_original_name(checkpoint.get("state_dict") or state.owned, "entries of the state dict"),
+    )
     entries = together(mesh, "Saving the model", lambda: model_entries(state, values, mesh))
     parts = together(mesh, "Saving the optimizers", lambda: _all_optimizer_parts(checkpoint, state, mesh))
     write_tensors(folder, [*entries, *(entry for part in parts for entry in part.entries)], mesh)
@@ -66,7 +78,8 @@ def save(
     together(mesh, "Saving", lambda: _write_rank_file(folder, parts, mesh, rank_state))
     scalars = all_gather_object([part.scalars for part in parts], mesh.control_world)
     extra = [key for key in values if key not in state.keys]
-    kept = [key for key in state.keys if not checkpoint.get("state_dict") or key in values]
+    given = bool(checkpoint.get("state_dict"))
+    kept = [key for key in state.keys if not given or key in values or state.first_name(key) in values]
 
     def finish() -> None:
         if mesh.rank:

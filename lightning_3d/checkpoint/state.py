@@ -30,11 +30,12 @@ class ModelState:
     """
 
     parameters: Mapping[str, Tensor]
-    """Every parameter of the model by its first name; those of other stages are placeholders (and skipped)."""
+    """Every parameter under all its names (``named_parameters(remove_duplicate=False)``); those of other stages are
+    placeholders, and skipped. A stage may hold a tied parameter under its second name alone."""
     keys: Sequence[str]
     """Keys of the whole module's state dict, in order (:func:`~lightning_3d.checkpoint.names.state_dict_keys`)."""
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
-    """Persistent buffers; a buffer held on several stages must be equal on them."""
+    """The persistent buffers that this rank answers for; one given on several stages must be equal on them."""
     ties: Mapping[str, str] = field(default_factory=dict)
     """Second names of tied parameters, each with the first name."""
     cuts: Mapping[str, Cut] = field(default_factory=dict)
@@ -53,17 +54,45 @@ class ModelState:
         object.__setattr__(self, "keys", tuple(dict.fromkeys(original_name(key) for key in self.keys)))
         ties = {original_name(alias): original_name(first) for alias, first in self.ties.items()}
         object.__setattr__(self, "ties", ties)
-        if self.groups is None:
-            object.__setattr__(self, "groups", group_names(self.optimizers, self.parameters))
-        else:
-            plain = [[[original_name(name) for name in group] for group in groups] for groups in self.groups]
-            object.__setattr__(self, "groups", plain)
+        groups = group_names(self.optimizers, self.parameters) if self.groups is None else self.groups
+        object.__setattr__(self, "groups", [self._first_names(of_optimizer) for of_optimizer in groups])
+
+    def _first_names(self, groups: Sequence[Sequence[str]]) -> list[list[str]]:
+        """``groups`` with every parameter once, under its first name."""
+        seen: set[str] = set()
+        result: list[list[str]] = []
+        for group in groups:
+            names = [self.first_name(original_name(name)) for name in group]
+            result.append([name for name in dict.fromkeys(names) if name not in seen])
+            seen.update(names)
+        return result
+
+    def first_name(self, name: str) -> str:
+        """The name under which a tied parameter is kept; of others their own."""
+        return self.ties.get(name, name)
+
+    @property
+    def held(self) -> list[tuple[str, Tensor]]:
+        """The parameters and buffers of this rank by first name; a name repeats if several copies are held."""
+        real: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in (*self.parameters.items(), *self.buffers.items()):
+            if not is_placeholder(tensor):
+                real.setdefault(id(tensor), (self.first_name(name), tensor))
+        return list(real.values())
 
     @property
     def owned(self) -> dict[str, Tensor]:
-        """The parameters and buffers that this rank holds."""
-        both = {**self.parameters, **self.buffers}
-        return {name: tensor for name, tensor in both.items() if not is_placeholder(tensor)}
+        """The parameters and buffers of this rank by first name, one copy of each."""
+        owned: dict[str, Tensor] = {}
+        for name, tensor in self.held:
+            owned.setdefault(name, tensor)
+        return owned
+
+    def cut_of(self, name: str) -> Cut | None:
+        """How tensor parallelism cut the parameter ``name``, known under any of its names."""
+        first = self.first_name(name)
+        names = (first, *(alias for alias, other in self.ties.items() if other == first))
+        return next((self.cuts[key] for key in names if key in self.cuts), None)
 
     def group_of(self, optimizer: int) -> Sequence[Sequence[str]]:
         """Names in every group of one optimizer."""
@@ -131,16 +160,18 @@ def model_entries(state: ModelState, values: Mapping[str, Tensor], mesh: Mesh) -
         mesh: This rank's place.
     """
     owned = state.owned
-    entries = []
+    chosen: dict[str, Tensor] = {}
     for name, value in values.items():
-        if name in state.ties or is_placeholder(value):
-            continue
+        if not is_placeholder(value):
+            chosen.setdefault(state.first_name(name), value)
+    entries = []
+    for name, value in chosen.items():
         live = owned.get(name)
         if live is None:
             if name not in state.keys:
                 entries.append(shard_of(MODEL + name, value, None, mesh))
             continue
-        entry = shard_of(MODEL + name, live, state.cuts.get(name), mesh)
+        entry = shard_of(MODEL + name, live, state.cut_of(name), mesh)
         local = plain(value)
         if local.shape != entry.tensor.shape:
             raise CheckpointError(
@@ -174,13 +205,12 @@ def optimizer_parts(index: int, packed: Mapping[str, Any], state: ModelState, me
         mesh: This rank's place.
     """
     parts = OptimizerParts([], {}, {})
-    names = numbered_names(state, index)
+    numbered = numbered_parameters(state, index)
     for number, values in packed["state"].items():
-        name = names[number]
-        parameter = state.parameters[name]
+        name, parameter = numbered[number]
         if is_placeholder(parameter):
             continue
-        own = shard_of(name, parameter, state.cuts.get(name), mesh)
+        own = shard_of(name, parameter, state.cut_of(name), mesh)
         for key, value in values.items():
             full_key = f"{OPTIMIZER}{index}.{name}.{key}"
             if isinstance(value, Tensor):
@@ -196,19 +226,19 @@ def optimizer_parts(index: int, packed: Mapping[str, Any], state: ModelState, me
     return parts
 
 
-def numbered_names(state: ModelState, index: int) -> dict[int, str]:
-    """The name behind every number in the state dict that this rank's optimizer ``index`` gives.
+def numbered_parameters(state: ModelState, index: int) -> dict[int, tuple[str, Tensor]]:
+    """Name and parameter behind every number in the state dict that this rank's optimizer ``index`` gives.
 
     Only the parameters that stand in its groups are numbered, which may leave out those of other stages.
     """
-    by_id = {id(parameter): name for name, parameter in reversed(list(state.parameters.items()))}
+    names = {id(parameter): state.first_name(name) for name, parameter in state.parameters.items()}
     flat = [parameter for group in state.optimizers[index].param_groups for parameter in group["params"]]
-    missing = [tuple(parameter.shape) for parameter in flat if id(parameter) not in by_id]
-    if missing:
+    unknown = [tuple(parameter.shape) for parameter in flat if id(parameter) not in names]
+    if unknown:
         raise CheckpointError(
-            f"Optimizer {index} holds tensors of shapes {missing[:5]} which are not among the module's parameters."
+            f"Optimizer {index} holds tensors of shapes {unknown[:5]} which are not among the module's parameters."
         )
-    return {number: by_id[id(parameter)] for number, parameter in enumerate(flat)}
+    return {number: (names[id(parameter)], parameter) for number, parameter in enumerate(flat)}
 
 
 def _optimizer_entry(key: str, value: Tensor, own: Entry, parameter: Tensor) -> Entry | None:
