@@ -57,6 +57,8 @@ class ParallelConfig:
     """Samples per optimizer step over all replicas and accumulated batches; sets the batch size of the loaders."""
     nonfinite: str = "continue"
     """What a NaN or infinite gradient does: ``"continue"``, ``"skip"`` the step, or ``"raise"``."""
+    loss_reduction: str = "mean"
+    """What the user's loss is over the samples of its batch: their ``"mean"`` or their ``"sum"``."""
     allow_tp_across_nodes: bool = False
     """Accept tensor parallelism wider than a node, whose every layer then waits for the network."""
     start_method: str | None = None
@@ -68,6 +70,7 @@ class ParallelConfig:
         _check_known("zero_stage", self.zero_stage, (0, 1, 2, 3))
         _check_known("schedule", self.schedule, tuple(SCHEDULES))
         _check_known("nonfinite", self.nonfinite, NONFINITE)
+        _check_known("loss_reduction", self.loss_reduction, ("mean", "sum"))
         _check_known("start_method", self.start_method, (None, *START_METHODS))
         _check_known("reduce_dtype", self.reduce_dtype, (None, *REDUCE_DTYPES))
         _check_positive("virtual_stages", self.virtual_stages)

@@ -100,7 +100,10 @@ class Placeholder(Tensor):
         if isinstance(meta_kwargs.get("device"), torch.device):
             device = kwargs["device"]
             meta_kwargs["device"] = torch.device("meta")
-        result = func(*meta_args, **meta_kwargs)
+        try:
+            result = func(*meta_args, **meta_kwargs)
+        except NotImplementedError as error:  # the shape of the result depends on values
+            raise StageError(_read_message(func, first)) from error
         aliases = {id(meta): item for meta, item in zip(metas, flat, strict=True) if isinstance(item, Placeholder)}
 
         def wrap(item: Any) -> Any:

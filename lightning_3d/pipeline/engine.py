@@ -107,6 +107,7 @@ class Engine:
         self._arriving: dict[tuple[Kind, int, int], Pending] = {}
         self._handed_over: dict[tuple[Kind, int, int], list[Any]] = {}
         self._leaving: deque[Pending] = deque()
+        self._put_off: dict[int, set[tuple[int, int]]] = {}
 
     def run(self, step: Step) -> list[Any]:
         """Run one batch through the pipeline, forward and (for training) backward.
@@ -150,7 +151,11 @@ class Engine:
 
     def _post_forward_receive(self, action: Action, piece: MicroBatch) -> None:
         facts = self._shapes.get((action.chunk, self._keys[piece.index]))
-        if facts is not None and self._keys[piece.index][0] in self._settled:
+        channel = self._put_off.setdefault(action.peer, set())
+        if facts is None or channel or self._keys[piece.index][0] not in self._settled:
+            # Posted when it is used; what comes later on the same channel must not overtake it.
+            channel.add((action.chunk, piece.index))
+        else:
             pending = self._transport.receive(facts, action.peer, ACTIVATIONS, action.chunk, piece.index)
             self._arriving[Kind.RECV_F, action.chunk, piece.index] = pending
 
@@ -202,6 +207,7 @@ class Engine:
             facts = [Fact(tuple(p.shape), p.dtype, grad) for p, grad in zip(placeholders, link.needs_grad, strict=True)]
             self._shapes[chunk, self._keys[piece.index]] = facts
             pending = self._transport.receive(facts, source, ACTIVATIONS, chunk, piece.index)
+            self._put_off.get(source, set()).discard((chunk, piece.index))
         return [_as_input(t, grad) for t, grad in zip(self._wait(pending), link.needs_grad, strict=True)]
 
     def _settle_as_receiver(

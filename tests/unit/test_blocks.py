@@ -1,0 +1,115 @@
+"""The repeated layers are found, shared out, and everything else goes with the block it runs with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.errors import ConfigError, StageError
+from lightning_3d.pipeline.blocks import find_block_lists, share_out
+from lightning_3d.pipeline.observe import call_order
+from lightning_3d.pipeline.ties import find_shared
+
+
+class Gpt(nn.Module):
+    """Registers its head and last norm first, so that only the order of calls tells where they run."""
+
+    def __init__(self, layers: int = 6, vocab: int = 50, width: int = 8) -> None:
+        super().__init__()
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.embed = nn.Embedding(vocab, width)
+        self.position = nn.Parameter(torch.zeros(16, width))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)) for _ in range(layers))
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.position[: ids.size(1)]
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x))
+
+
+class Seq2Seq(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.encoder = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.bridge = nn.Linear(4, 4, bias=False)
+        self.decoder = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 9)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.encoder:
+            x = layer(x)
+        x = self.bridge(x)
+        for layer in self.decoder:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_the_list_with_the_most_parameters_is_found() -> None:
+    (found,) = find_block_lists(Gpt())
+    assert found.name == "layers"
+    assert found.blocks == tuple(f"layers.{i}" for i in range(6))
+
+
+def test_lists_of_the_same_class_form_one_chain_and_can_be_named() -> None:
+    assert [item.name for item in find_block_lists(Seq2Seq())] == ["encoder", "decoder"]
+    assert [item.name for item in find_block_lists(Seq2Seq(), "decoder")] == ["decoder"]
+    with pytest.raises(StageError, match=r"'decode', which is not .* encoder, decoder"):
+        find_block_lists(Seq2Seq(), "decode")
+
+
+def test_call_order_decides_who_owns_what_runs_outside_the_blocks() -> None:
+    model = Gpt()
+    order = call_order(model)
+    assert order is not None
+    assert order[0] == "embed"
+    assert order[-1] == "head"
+    chunks = share_out(model, find_block_lists(model), 3, "uniform", order)
+    assert chunks.blocks_of(1) == ("layers.2", "layers.3")
+    assert chunks.outside["embed"] == (0,)
+    assert chunks.outside["head"] == (2,)
+    assert chunks.outside["norm"] == (2,)
+    assert chunks.outside[""] == (0, 1, 2), "an ancestor's own parameter is kept by every chunk"
+
+
+def test_registration_order_decides_when_no_run_is_possible() -> None:
+    model = Seq2Seq()
+    chunks = share_out(model, find_block_lists(model), 2, [3, 2])
+    assert chunks.outside == {"embed": (0,), "bridge": (1,), "head": (1,)}
+
+
+def test_what_stands_between_two_lists_runs_with_the_next_one() -> None:
+    model = Seq2Seq()
+    chunks = share_out(model, find_block_lists(model), 2, [2, 3], call_order(model))
+    assert chunks.outside["bridge"] == (1,)
+
+
+def test_shared_parameters_are_found_by_identity_with_their_stages() -> None:
+    model = Gpt()
+    chunks = share_out(model, find_block_lists(model), 4, "uniform" if False else [2, 2, 1, 1], call_order(model))
+    shared = {item.names: item.stages for item in find_shared(model, chunks, 2)}
+    assert shared[("head.weight", "embed.weight")] == (0, 1)
+    assert shared[("position",)] == (0, 1)
+
+
+def test_flops_split_gives_the_stage_with_a_large_head_fewer_blocks() -> None:
+    model = Gpt(layers=8, vocab=64)
+    order = call_order(model)
+    sizes = share_out(model, find_block_lists(model), 2, "flops", order).starts
+    assert sizes == (0, 6, 8), "the head costs as much as four blocks of two 8 x 8 matrices"
+
+
+def test_more_chunks_than_blocks_and_wrong_lists_are_refused_with_the_numbers() -> None:
+    model = Gpt(layers=3)
+    lists = find_block_lists(model)
+    with pytest.raises(StageError, match="4 chunks .* only 3 blocks"):
+        share_out(model, lists, 4, "flops")
+    with pytest.raises(ConfigError, match="7"):
+        share_out(model, lists, 2, [3, 4])
+    with pytest.raises(StageError, match="none"):
+        share_out(nn.Linear(2, 2), find_block_lists(nn.Linear(2, 2)), 2, "flops")

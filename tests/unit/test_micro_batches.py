@@ -1,0 +1,92 @@
+"""Batches are cut along dim 0, whatever holds the tensors, and weights follow the samples."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.pipeline.micro_batches import batch_size_of, cut, loss_weights, piece_sizes
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Item:
+    x: Tensor
+    name: str
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_piece_sizes_cover_the_batch_as_evenly_as_can_be(batch: int, count: int) -> None:
+    sizes = piece_sizes(batch, count)
+    assert len(sizes) == count
+    assert sum(sizes) == batch
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.integers(1, 40), st.integers(1, 9))
+def test_pieces_of_a_given_size_are_full_but_the_last(batch: int, piece: int) -> None:
+    sizes = piece_sizes(batch, -(-batch // piece), piece)
+    assert sum(sizes) == batch
+    assert all(size == piece for size in sizes[:-1])
+
+
+def test_every_container_is_cut_and_the_rest_goes_into_every_piece() -> None:
+    x = torch.arange(10.0).view(5, 2)
+    batch = {
+        "tuple": (x, x[:, 0]),
+        "named": Pair(x, x),
+        "data": Item(x, "name"),
+        "user": UserDict(x=x),
+        "texts": list("abcde"),
+        "table": torch.eye(3),
+        "scalar": torch.tensor(2.0),
+        "none": None,
+        "flag": True,
+    }
+    pieces = cut(batch, [3, 2])
+    assert [piece.size for piece in pieces] == [3, 2]
+    second = pieces[1].data
+    assert torch.equal(second["tuple"][1], torch.tensor([6.0, 8.0]))
+    assert isinstance(second["named"], Pair)
+    assert torch.equal(second["named"].y, x[3:])
+    assert torch.equal(second["data"].x, x[3:])
+    assert second["data"].name == "name"
+    assert torch.equal(second["user"]["x"], x[3:])
+    assert second["texts"] == ["d", "e"]
+    assert torch.equal(second["table"], torch.eye(3))
+    assert second["scalar"] == 2
+    assert second["none"] is None
+    assert second["flag"] is True
+
+
+def test_a_piece_without_samples_repeats_the_first_one_and_weighs_nothing() -> None:
+    pieces = cut({"x": torch.arange(2)}, [1, 1, 0])
+    assert pieces[2].data["x"].tolist() == [0]
+    assert loss_weights(pieces, None, torch.device("cpu")) == [1.0, 1.0, 0.0]
+    weights = loss_weights(pieces, lambda batch: 7 * (batch["x"] + 1).sum(), torch.device("cpu"))
+    assert [float(w) for w in weights] == [7.0, 14.0, 0.0]
+
+
+def test_the_users_hook_cuts_and_must_give_as_many_pieces() -> None:
+    pieces = cut([3, 4], [1, 1], split_hook=lambda batch, num: [torch.zeros(n) for n in batch])
+    assert [piece.size for piece in pieces] == [3, 4]
+    with pytest.raises(ConfigError, match="returned 1 pieces"):
+        cut([3, 4], [1, 1], split_hook=lambda batch, num: [batch])
+
+
+def test_batch_size_is_that_of_the_first_tensor_with_dimensions() -> None:
+    assert batch_size_of({"step": torch.tensor(3), "x": torch.zeros(7, 2), "y": torch.zeros(5)}) == 7
+    assert batch_size_of(["a", "b"]) == 2
+    assert batch_size_of(3) == 1
