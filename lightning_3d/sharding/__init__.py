@@ -2,14 +2,14 @@
 
 from lightning_3d.sharding.gradients import (
     OwnedParameter,
-    Tie,
     agree_on_max,
     clip_by_norm,
     clip_by_value,
     global_norm,
     has_nonfinite,
 )
-from lightning_3d.sharding.sharding import Sharding, build
+from lightning_3d.sharding.sharding import Sharding, build_sharding
+from lightning_3d.sharding.ties import Tie, make_ties
 from lightning_3d.sharding.zero import ZERO_RULES, ZeroRule
 
 __all__ = [
@@ -19,9 +19,10 @@ __all__ = [
     "Tie",
     "ZeroRule",
     "agree_on_max",
-    "build",
+    "build_sharding",
     "clip_by_norm",
     "clip_by_value",
     "global_norm",
     "has_nonfinite",
+    "make_ties",
 ]

@@ -27,20 +27,6 @@ class OwnedParameter:
     """Whether it counts in the norm; false for copies of a tied weight that another stage counts."""
 
 
-@dataclass(frozen=True, eq=False)
-class Tie:
-    """A weight that several pipeline stages use, each with its own copy."""
-
-    name: str
-    """The name that all the stages know it by."""
-    param: nn.Parameter
-    """This rank's copy."""
-    axis: Axis
-    """The pipeline ranks that have a copy."""
-    counted: bool
-    """Whether this rank's copy is the one that counts; true on exactly one of the ranks."""
-
-
 def sum_over_tensor_parallel(partial: Sequence[nn.Parameter], mesh: Mesh) -> None:
     """Sum the gradients of parameters that every tensor-parallel rank holds but uses on its own part of the data.
 
@@ -49,27 +35,17 @@ def sum_over_tensor_parallel(partial: Sequence[nn.Parameter], mesh: Mesh) -> Non
         mesh: The mesh.
     """
     if mesh.tp.size > 1:
-        _sum_together([parameter for parameter in partial if parameter.requires_grad], mesh.tp, fill=False)
+        sum_together([parameter for parameter in partial if parameter.requires_grad], mesh.tp, fill=False)
 
 
-def sum_over_ties(ties: Sequence[Tie]) -> None:
-    """Sum the gradients of tied copies over the stages that hold them, so that all copies take the same step.
+def sum_together(parameters: Sequence[nn.Parameter], axis: Axis, fill: bool) -> None:
+    """Sum gradients over ``axis`` in one all-reduce for each type.
 
-    A tied weight that is trained always has a gradient afterwards, of zeros if no stage used it.
+    Args:
+        parameters: The same parameters, in the same order, on all ranks of the axis.
+        axis: The ranks that hold them.
+        fill: Whether a parameter without a gradient here gets one; it counts as zero in any case.
     """
-    by_ranks: dict[tuple[int, ...], list[Tie]] = {}
-    for tie in ties:
-        if tie.axis.size > 1 and tie.param.requires_grad:
-            by_ranks.setdefault(tie.axis.ranks, []).append(tie)
-    # One order of groups for all ranks: a rank in two of them could otherwise wait in one for a rank that waits in the
-    # other.
-    for ranks in sorted(by_ranks):
-        members = sorted(by_ranks[ranks], key=lambda tie: tie.name)
-        _sum_together([tie.param for tie in members], members[0].axis, fill=True)
-
-
-def _sum_together(parameters: Sequence[nn.Parameter], axis: Axis, fill: bool) -> None:
-    """Sum gradients over ``axis`` in one all-reduce for each type; missing ones are zero, and set if ``fill``."""
     kinds: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         kinds.setdefault(parameter.dtype, []).append(parameter)
@@ -163,7 +139,9 @@ def has_nonfinite(owned: Iterable[OwnedParameter], mesh: Mesh, local: Tensor | N
         mesh: The mesh.
         local: A scalar of this rank that is positive if it has found something already.
     """
-    found = torch.zeros((), dtype=torch.float32, device=mesh.device) if local is None else local.detach().float().clone()
+    found = torch.zeros((), dtype=torch.float32, device=mesh.device)
+    if local is not None:
+        found = found + local.detach().float()
     for same in _by_dtype(g for g in _local_gradients(owned) if g.numel()):
         peaks = torch.stack(torch._foreach_norm(same, math.inf))
         found = torch.maximum(found, (~torch.isfinite(peaks)).any().to(found))
@@ -212,5 +190,3 @@ def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         kinds.setdefault(tensor.dtype, []).append(tensor)
     return list(kinds.values())
-
-

@@ -151,4 +151,3 @@ def _leave(parameter: nn.Parameter, twin: _Twin, states: dict[str, Any], public_
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.dtype == other.dtype
-

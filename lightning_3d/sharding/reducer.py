@@ -1,4 +1,4 @@
-"""Gradients summed over the replicas for parameters that are kept whole (ZeRO-0): flat buckets, sent while backward runs."""
+"""Gradients averaged over replicas for parameters that are kept whole: flat buckets, sent while backward runs."""
 
 from __future__ import annotations
 

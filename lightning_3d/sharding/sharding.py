@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.config import ParallelConfig
 from lightning_3d.mesh import Mesh
 from lightning_3d.placeholder import is_placeholder
-from lightning_3d.sharding.gradients import OwnedParameter, Tie, sum_over_tensor_parallel, sum_over_ties
+from lightning_3d.sharding.gradients import OwnedParameter, sum_over_tensor_parallel
 from lightning_3d.sharding.reducer import BUCKET_BYTES, BucketReducer, by_chunk
+from lightning_3d.sharding.ties import Tie, sum_over_ties
 from lightning_3d.sharding.zero import UNIT_BYTES, ZERO_RULES, ZeroRule, ZeroShards, unshardable
 
 
@@ -121,7 +123,7 @@ class Sharding:
                 parameter.grad = None
 
 
-def build(
+def build_sharding(
     stage: nn.Module,
     blocks: Mapping[int, Sequence[nn.Module]],
     mesh: Mesh,
@@ -132,7 +134,7 @@ def build(
     unit_bytes: int = UNIT_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Sharding:
-    """Shard ``stage`` over the replicas, in place; every ``nn.Parameter`` stays the same object.
+    """Shard ``stage`` over the replicas, in place; sharded parameters become new objects under their names.
 
     Collective over the dp axis. Call it after the tensor-parallel plan is applied and the stage is cut, and before
     :meth:`Cut.install`, whose hooks must run before those of FSDP2.
@@ -148,7 +150,7 @@ def build(
         unit_bytes: Blocks are grouped until their parameters have this size.
         bucket_bytes: Size of the all-reduces of parameters that are kept whole.
     """
-    module = stage.module if isinstance(getattr(stage, "module", None), nn.Module) else stage
+    module: nn.Module = getattr(stage, "module", stage)
     rule = ZERO_RULES[config.zero_stage if mesh.dp.size > 1 else 0]
     reduce_dtype = getattr(torch, config.reduce_dtype) if config.reduce_dtype else None
     named = {name: p for name, p in module.named_parameters() if not is_placeholder(p)}
@@ -179,8 +181,10 @@ def build(
     if whole:
         pairs = [(parameter, owners.get(id(parameter))) for parameter in whole]
         reducer = BucketReducer(pairs, mesh.dp, reduce_dtype, bucket_bytes, overlap=shards is None)
-    copies = {id(tie.param) for tie in ties if not tie.counted}
     final = {name: p for name, p in module.named_parameters() if not is_placeholder(p)}
+    now = {id(parameter): final[name] for name, parameter in named.items()}
+    ties = [replace(tie, param=now[id(tie.param)]) for tie in ties]
+    copies = {id(tie.param) for tie in ties if not tie.counted}
     owned = [OwnedParameter(name, parameter, id(parameter) not in copies) for name, parameter in final.items()]
     partials = [parameter for name, parameter in final.items() if name in partial]
     return Sharding(rule, mesh, owned, shards, reducer, partials, ties, note)

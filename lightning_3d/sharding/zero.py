@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -40,7 +39,7 @@ class ZeroRule:
         return self.is_sharded and not self.shards_parameters
 
     def collectives(self, units: int, micro_batches: int) -> dict[str, int]:
-        """Collectives over the dp axis in a step of ``units`` sharded units (blocks or groups of them, and the root)."""
+        """Collectives over the dp axis in a step of ``units`` sharded units: (groups of) blocks, and the root."""
         if not self.is_sharded:
             return {"all_gather": 0, "reduce_scatter": 0}
         return {
@@ -50,9 +49,7 @@ class ZeroRule:
 
 
 ZERO_RULES: Mapping[int, ZeroRule] = {
-    0: ZeroRule(
-        shards_optimizer=False, shards_gradients=False, shards_parameters=False, reduce_each_micro_batch=False
-    ),
+    0: ZeroRule(shards_optimizer=False, shards_gradients=False, shards_parameters=False, reduce_each_micro_batch=False),
     1: ZeroRule(shards_optimizer=True, shards_gradients=False, shards_parameters=False, reduce_each_micro_batch=False),
     2: ZeroRule(shards_optimizer=True, shards_gradients=True, shards_parameters=False, reduce_each_micro_batch=True),
     3: ZeroRule(shards_optimizer=True, shards_gradients=True, shards_parameters=True, reduce_each_micro_batch=True),
@@ -126,7 +123,7 @@ class ZeroShards:
         # Inputs are left as they are: autocast casts what computes, and the user's own float inputs stay exact.
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         for unit in (*self.units, self.root):
-            _shard_in_place(unit, dp_mesh, rule, policy, ignored)
+            _shard(unit, dp_mesh, rule, policy, ignored)
         self._chunks = sorted(blocks)
         self._link()
         self.arrived: dict[int, bool] = {}
@@ -177,7 +174,7 @@ class ZeroShards:
         # The first chunk of a rank runs backward last, so one reduction then covers every chunk of the micro-batch.
         reduce_root = (each and chunk == self._first_chunk(chunk)) or (last_of_step and sync)
         self._switch(self.root, reduce_root, last_of_step and sync)
-        root = cast(FSDPModule, self.root.module)
+        root = self.root.module
         root.set_is_last_backward(last_of_step)
         mine = [unit for unit in self.units if unit.chunk == chunk]
         self.root.followers = mine[::-1]
@@ -350,21 +347,9 @@ def _bytes(tensor: Tensor) -> int:
     return int(local.numel() * local.element_size())
 
 
-def _shard_in_place(
+def _shard(
     unit: Unit, dp_mesh: DeviceMesh, rule: ZeroRule, policy: MixedPrecisionPolicy, ignored: set[nn.Parameter]
 ) -> None:
-    """Shard the unit such that every ``nn.Parameter`` stays the same object.
-
-    FSDP2 makes new parameters. Optimizers built before, and lists of parameters that the user's code keeps, must go on
-    to mean the parameters that train, so the new contents move into the old objects.
-    """
-    before = {
-        (id(module), name): parameter
-        for top in unit.modules
-        for module in top.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-    }
     target: Any = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
     fully_shard(
         target,
@@ -373,14 +358,3 @@ def _shard_in_place(
         mp_policy=policy,
         ignored_params=ignored,
     )
-    for group in unit.groups:
-        for item in group.fsdp_params:
-            info = item._module_info
-            old, new = before[id(info.module), info.param_name], item.sharded_param
-            try:
-                torch.utils.swap_tensors(old, new)
-            except RuntimeError as error:  # something else holds the storage, so the object cannot change
-                warnings.warn(f"Parameter {info.param_name!r} is replaced, not changed, by sharding: {error}", stacklevel=2)
-                continue
-            item.sharded_param = old
-            item._setattr_on_modules(old)
