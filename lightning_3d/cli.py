@@ -1,0 +1,164 @@
+"""The command ``lightning-3d``: LightningCLI with the options of the strategy, and errors that say what to change."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import (
+    ArgsType,
+    LightningArgumentParser,
+    LightningCLI,
+    Namespace,
+    SaveConfigCallback,
+    _InstantiatorFn,
+)
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+import lightning_3d.models  # noqa: F401  so that --model GPT and --data ByteText are known by their short names
+from lightning_3d import ThreeDStrategy
+from lightning_3d.did_you_mean import explain
+from lightning_3d.errors import ConfigError, ThreeDError
+
+SUCCESS, FAILURE, BAD_INPUT = 0, 1, 2
+"""Exit codes of the command; a failure is what Python makes of any other exception."""
+
+STRATEGY = "lightning_3d.ThreeDStrategy"
+
+
+class Parser(LightningArgumentParser):
+    """A parser whose help lists the options of the strategy, and whose errors name the nearest option."""
+
+    @override
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        """Return the help text, with a section for :class:`ThreeDStrategy` where a Trainer is configured."""
+        text = super().format_help(*args, **kwargs)
+        if "trainer" not in (self.groups or {}):
+            return text
+        options = LightningArgumentParser(add_help=False, usage="", description="")
+        options.add_class_arguments(
+            ThreeDStrategy, "trainer.strategy", help="Options of ThreeDStrategy, the default strategy"
+        )
+        return text + "\n" + options.format_help().strip().removeprefix("usage:").strip() + "\n"
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print what is wrong and what is near to what was meant, and end with exit code 2."""
+        if not self.exit_on_error or _debug():
+            super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        sys.stderr.write(f"error: {explain(message, self)}\n")
+        sys.stderr.write(f"All options: {parser.prog.replace(' [options]', '')} --help\n")
+        raise SystemExit(BAD_INPUT)
+
+
+class SaveConfig(SaveConfigCallback):
+    """Writes the configuration of the run to ``config.yaml`` in its log folder.
+
+    Holds the text, not the parser, so that it can be sent to processes that the strategy starts.
+    """
+
+    def __init__(self, parser: LightningArgumentParser, config: Namespace, filename: str = "config.yaml") -> None:
+        self.text = parser.dump(config, skip_none=False)
+        self.filename = filename
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the file, on rank 0, when the run has a log folder."""
+        folder = trainer.log_dir  # asks rank 0, so every rank must get here
+        if folder is None or not trainer.loggers or not trainer.is_global_zero:
+            return
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, self.filename).write_text(self.text)
+
+
+class CLI(LightningCLI):
+    """LightningCLI that trains with :class:`ThreeDStrategy` unless told otherwise, for any model and any data."""
+
+    def __init__(self, args: ArgsType = None) -> None:
+        self._refused: Exception | None = None
+        options: dict[str, Any] = {"allow_abbrev": False}
+        super().__init__(
+            args=args,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            seed_everything_default=42,
+            save_config_callback=SaveConfig,
+            trainer_defaults={"strategy": {"class_path": STRATEGY}},
+            parser_class=Parser,
+            parser_kwargs={
+                "prog": "lightning-3d",
+                "description": "Train, validate, test or predict with 3D parallelism.",
+                **options,
+                **{name: dict(options) for name in self.subcommands()},
+            },
+        )
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        """Keep the first error of a constructor: jsonargparse would answer with a list of all types that it tried."""
+        builders: dict[type, Callable[..., Any]] = {kind: _build for kind in (Strategy, Callback, Logger)}
+        builders[LightningModule] = _InstantiatorFn(cli=self, key="model")
+        builders[LightningDataModule] = _InstantiatorFn(cli=self, key="data")
+        for kind, build in builders.items():
+            self.parser.add_instantiator(self._remember(build), kind, prepend=True)
+
+    def _remember(self, build: Callable[..., Any]) -> Callable[..., Any]:
+        def construct(class_type: type, *args: Any, applied_instantiation_links: dict[str, Any], **kwargs: Any) -> Any:
+            links = {} if build is _build else {"applied_instantiation_links": applied_instantiation_links}
+            try:
+                return build(class_type, *args, **links, **kwargs)
+            except Exception as error:
+                self._refused = self._refused or error
+                raise
+
+        return construct
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Build Trainer, model and data.
+
+        Raises:
+            ConfigError: A constructor did not accept its arguments.
+        """
+        try:
+            super().instantiate_classes()
+        except (ValueError, MisconfigurationException) as error:
+            refused = self._refused or error
+            if isinstance(refused, ThreeDError):
+                raise refused from None
+            if isinstance(refused, (ValueError, MisconfigurationException)):
+                raise ConfigError(str(refused)) from refused
+            raise refused from None
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    Args:
+        args: What follows the name of the command; by default from ``sys.argv``.
+    """
+    try:
+        CLI(None if args is None else list(args))
+    except (ThreeDError, MisconfigurationException) as error:
+        if _debug():
+            raise
+        sys.stderr.write(f"error: {error}\n")
+        return BAD_INPUT
+    return SUCCESS
+
+
+def _build(class_type: type, *args: Any, **kwargs: Any) -> Any:
+    return class_type(*args, **kwargs)
+
+
+def _debug() -> bool:
+    # jsonargparse's own switch: with it, its errors and ours come as tracebacks
+    return os.environ.get("JSONARGPARSE_DEBUG", "").lower() not in ("", "0", "false", "no")
