@@ -18,6 +18,7 @@ NAMELESS = re.compile(r"(^|_)(utils?|helpers?|common|misc)$")
 # Top first. An entry may import the entries below it, and itself; entries of one line do not know each other.
 # A name stands for a module or a folder of lightning_3d; "trainer.failure" takes one module out of its folder.
 LAYERS = """
+    __main__
     __init__
     cli
     recipes  models

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 import lightning_3d.models  # noqa: F401  so that --model GPT and --data ByteText are known by their short names
 from lightning_3d import ThreeDStrategy
-from lightning_3d.did_you_mean import explain
+from lightning_3d.cli.did_you_mean import explain
 from lightning_3d.errors import ConfigError, ThreeDError
 
 SUCCESS, FAILURE, BAD_INPUT = 0, 1, 2
