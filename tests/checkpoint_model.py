@@ -10,19 +10,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_3d.checkpoint import ModelState, group_names, state_dict_keys
-from lightning_3d.checkpoint.layout import Share, box, local_chunks
 from lightning_3d.config import Sizes
 from lightning_3d.mesh import Mesh, build_mesh
 from lightning_3d.placeholder import is_placeholder, placeholder_parameter
+from lightning_3d.tensor_parallel.parameters import ParameterCut
 
 VOCAB, WIDTH, BLOCKS = 1001, 12, 4
-
-
-@dataclass(frozen=True)
-class HandCut:
-    dim: int
-    parts: int
-    global_shape: tuple[int, ...]
 
 
 class Block(nn.Module):
@@ -56,13 +49,14 @@ def value(name: str, like: Tensor, seed: int = 0) -> Tensor:
     return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
 
 
-def cut_of(name: str, shape: tuple[int, ...]) -> HandCut | None:
+def cut_of(name: str, shape: tuple[int, ...], size: int) -> ParameterCut | None:
+    """How ``size`` tensor-parallel ranks cut it."""
     if name in ("embed.weight", "head.weight"):
-        return HandCut(0, 1, shape)
+        return ParameterCut(0, shape, (shape[0],), size)
     if ".qkv." in name:
-        return HandCut(0, 3, shape)
+        return ParameterCut(0, shape, (2 * WIDTH, WIDTH // 2, WIDTH // 2), size)
     if name.endswith("proj.weight"):
-        return HandCut(1, 1, shape)
+        return ParameterCut(1, shape, (shape[1],), size)
     return None
 
 
@@ -93,7 +87,7 @@ def build(
     groups = group_names([_optimizer(model, optimizer)], dict(model.named_parameters()))
     full = {name: value(name, tensor, seed) for name, tensor in model.state_dict().items() if name not in ties}
     full.update({alias: full[first] for alias, first in ties.items()})
-    cuts = {name: cut for name, shape in shapes.items() if (cut := cut_of(name, shape)) is not None}
+    cuts = {name: cut for name, shape in shapes.items() if (cut := cut_of(name, shape, sizes.tp)) is not None}
     for module_name, module in model.named_modules():
         owned = owned_by(module_name, mesh)
         for own, parameter in list(module.named_parameters(recurse=False)):
@@ -158,12 +152,10 @@ def _optimizer(model: nn.Module, kind) -> torch.optim.Optimizer:
     return kind([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=0.01)
 
 
-def _local(full: Tensor, cut: HandCut | None, mesh: Mesh) -> Tensor:
+def _local(full: Tensor, cut: ParameterCut | None, mesh: Mesh) -> Tensor:
     if cut is None or mesh.tp.size == 1:
         return full.clone()
-    share = Share(cut.dim, mesh.tp.rank, mesh.tp.size, cut.parts)
-    pieces = [full[box(chunk.offsets, chunk.sizes)] for chunk in local_chunks(full.shape, share)]
-    local = torch.cat(pieces, cut.dim).clone()
+    local = cut.take(full, mesh.tp.rank)
     assert mesh.device_mesh is not None
     return DTensor.from_local(
         local, mesh.device_mesh["tp"], [Shard(cut.dim)], run_check=False, shape=full.shape, stride=full.stride()

@@ -9,19 +9,21 @@ from typing import Protocol
 
 
 class Cut(Protocol):
-    """How tensor parallelism cut a parameter (``tensor_parallel.ParameterCut`` has these fields)."""
+    """How tensor parallelism cut a parameter; ``tensor_parallel.parameters.ParameterCut`` is one."""
 
     @property
     def dim(self) -> int:
         """The dim that is cut."""
 
     @property
-    def parts(self) -> int:
-        """Equal slices along ``dim``, each cut by itself: 3 for packed query, key and value rows."""
-
-    @property
-    def global_shape(self) -> Sequence[int]:
+    def global_shape(self) -> tuple[int, ...]:
         """Shape of the uncut parameter."""
+
+    def intervals(self, rank: int) -> Sequence[tuple[int, int]]:
+        """``(start, length)`` along ``dim`` of the pieces that ``rank`` holds, one after the other.
+
+        Several for packed layers, where each rank holds a piece of the query, the key and the value rows.
+        """
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,24 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Share:
-    """The share of one rank: which dim, which of how many ranks, in how many separately cut parts."""
+    """What one rank holds along one dim of the full tensor: pieces ``(start, length)``, one after the other."""
+
+    dim: int
+    intervals: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's ``torch.chunk`` along one dim."""
 
     dim: int
     rank: int
     size: int
-    parts: int = 1
+
+    def share(self, length: int) -> Share:
+        """The rows it has of ``length``."""
+        start, stop = share_bounds(length, self.rank, self.size)
+        return Share(self.dim, ((start, stop - start),))
 
 
 @dataclass(frozen=True)
@@ -75,12 +89,12 @@ def share_bounds(length: int, rank: int, size: int) -> tuple[int, int]:
     return start, min(start + step, length)
 
 
-def local_chunks(shape: Sequence[int], cut: Share | None = None, shard: Share | None = None) -> tuple[Chunk, ...]:
+def local_chunks(shape: Sequence[int], cut: Share | None = None, shard: Shard | None = None) -> tuple[Chunk, ...]:
     """The boxes of a tensor of ``shape`` that a rank holds.
 
     Args:
         shape: Shape of the full tensor.
-        cut: This rank's share by tensor parallelism, taken from every one of its parts.
+        cut: What this rank holds by tensor parallelism.
         shard: This rank's share by ZeRO: a ``torch.chunk`` of what ``cut`` left, along its own dim.
 
     Returns:
@@ -92,7 +106,7 @@ def local_chunks(shape: Sequence[int], cut: Share | None = None, shard: Share | 
         return (Chunk((0,) * len(shape), shape, (0,) * len(shape)),)
     runs = {dim: [_Run(0, 0, length)] for dim, length in enumerate(shape)}
     if cut is not None:
-        runs[cut.dim] = _cut_runs(shape[cut.dim], cut)
+        runs[cut.dim] = _cut_runs(cut)
     if shard is not None:
         runs[shard.dim] = _shard_runs(runs[shard.dim], shard)
     chunks = [Chunk((), (), ())]
@@ -105,11 +119,11 @@ def local_chunks(shape: Sequence[int], cut: Share | None = None, shard: Share | 
     return tuple(chunks)
 
 
-def local_shape(shape: Sequence[int], cut: Share | None = None, shard: Share | None = None) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], cut: Share | None = None, shard: Shard | None = None) -> tuple[int, ...]:
     """Shape of the rank's local tensor; arguments as :func:`local_chunks`."""
     sizes = list(shape)
     if cut is not None:
-        sizes[cut.dim] = sum(run.length for run in _cut_runs(sizes[cut.dim], cut))
+        sizes[cut.dim] = sum(length for _, length in cut.intervals)
     if shard is not None:
         start, stop = share_bounds(sizes[shard.dim], shard.rank, shard.size)
         sizes[shard.dim] = stop - start
@@ -131,18 +145,20 @@ def overlap(
     return tuple(starts), tuple(lengths)
 
 
-def _cut_runs(length: int, cut: Share) -> list[_Run]:
-    if length % cut.parts:
-        raise ValueError(f"{length} rows are not {cut.parts} equal parts")
-    part = length // cut.parts
-    start, stop = share_bounds(part, cut.rank, cut.size)
-    if cut.size == 1:
-        return [_Run(0, 0, length)]
-    runs = (_Run(index * part + start, index * (stop - start), stop - start) for index in range(cut.parts))
-    return [run for run in runs if run.length]
+def _cut_runs(cut: Share) -> list[_Run]:
+    runs: list[_Run] = []
+    local = 0
+    for start, length in cut.intervals:
+        last = runs[-1] if runs else None
+        if last is not None and last.start + last.length == start:
+            runs[-1] = _Run(last.start, last.local, last.length + length)
+        elif length:
+            runs.append(_Run(start, local, length))
+        local += length
+    return runs
 
 
-def _shard_runs(runs: Sequence[_Run], shard: Share) -> list[_Run]:
+def _shard_runs(runs: Sequence[_Run], shard: Shard) -> list[_Run]:
     start, stop = share_bounds(sum(run.length for run in runs), shard.rank, shard.size)
     kept = []
     for run in runs:

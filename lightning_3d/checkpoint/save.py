@@ -21,7 +21,9 @@ from lightning_3d.collectives import all_gather_object, broadcast_object
 from lightning_3d.errors import CheckpointError
 from lightning_3d.mesh import Mesh
 
-HYPER_PARAMETER_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "hparams_name")
+HYPER_PARAMETER_KEYS = tuple(
+    prefix + key for prefix in ("", "datamodule_") for key in ("hyper_parameters", "hparams_name", "hparams_type")
+)
 OTHER_OPTIONS = "lightning_3d.optimizer_options"
 RANK_STATE = "lightning_3d.rank_state"
 

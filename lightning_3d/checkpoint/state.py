@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.layout import Chunk, Cut, Share, local_chunks, local_shape
+from lightning_3d.checkpoint.layout import Chunk, Cut, Shard, Share, local_chunks, local_shape
 from lightning_3d.checkpoint.names import by_original_name, group_names, original_name
 from lightning_3d.errors import CheckpointError
 from lightning_3d.mesh import Mesh
@@ -132,13 +132,14 @@ def shard_of(name: str, tensor: Tensor, cut: Cut | None, mesh: Mesh) -> Entry:
     """
     over_tp, over_dp = _placements(tensor)
     shape = tuple(cut.global_shape) if cut is not None else tuple(tensor.shape)
-    tp_share = dp_share = None
+    tp_share: Share | None = None
+    dp_share: Shard | None = None
     if cut is not None:
-        tp_share = Share(cut.dim, mesh.tp.rank, mesh.tp.size, cut.parts)
+        tp_share = Share(cut.dim, tuple(cut.intervals(mesh.tp.rank)))
     elif over_tp is not None:
-        tp_share = Share(over_tp, mesh.tp.rank, mesh.tp.size)
+        tp_share = Shard(over_tp, mesh.tp.rank, mesh.tp.size).share(shape[over_tp])
     if over_dp is not None:
-        dp_share = Share(over_dp, mesh.dp.rank, mesh.dp.size)
+        dp_share = Shard(over_dp, mesh.dp.rank, mesh.dp.size)
     local = plain(tensor)
     expected = local_shape(shape, tp_share, dp_share)
     if tuple(local.shape) != expected:
