@@ -32,7 +32,7 @@ class PredictionGate:
         loop = self._trainer.predict_loop
         loop._predictions = [_Kept(self._ledger) for _ in loop._predictions]
         loop.epoch_batch_indices = [_Kept(self._ledger) for _ in loop.epoch_batch_indices]
-        for callback in self._trainer.callbacks:
+        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, BasePredictionWriter):
                 self._gated.append(callback)
                 # On the object: the class may be shared with a Trainer of another kind.

@@ -93,12 +93,13 @@ def take_over_sampling(trainer: Trainer) -> bool:
     It would shard by global rank, shuffle loaders that are sequential, and repeat samples until they divide.
 
     Returns:
-        Whether loaders are to be sharded: ``Trainer(use_distributed_sampler=...)``. Ask once per Trainer.
+        Whether loaders are to be sharded: what the user gave as ``Trainer(use_distributed_sampler=...)``.
     """
     connector = trainer._accelerator_connector
-    wanted = bool(connector.use_distributed_sampler)
+    # Remembered there, because a Trainer asks again in each run.
+    wanted = vars(connector).setdefault("wants_sharded_loaders", bool(connector.use_distributed_sampler))
     connector.use_distributed_sampler = False
-    return wanted
+    return bool(wanted)
 
 
 def shard(loader: Any, axis: Axis) -> Any:

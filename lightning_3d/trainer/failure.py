@@ -1,0 +1,346 @@
+"""One rank fails: all end soon, having run their finalizers, and the first error is the one that is read."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_3d.errors import ThreeDError
+from lightning_3d.mesh import Mesh
+from lightning_3d.trainer.batches import ReaderError
+
+GRACE_S = 12.0
+"""How long a rank may take to stop by itself once the job has failed."""
+_KEY = "lightning_3d/failure"
+_PERIOD_S = 0.25
+_STUCK_S = 2.0  # no progress of the main thread for so long: it waits inside a collective
+_STUCK_AFTER_SIGNAL_S = 18.0  # long, because a healthy stage may wait for a long step of its neighbour
+_FILE_VARIABLE = "LIGHTNING_3D_FAILURE_FILE"
+_PARENT_VARIABLE = "LIGHTNING_3D_PARENT_PID"
+
+
+class SiblingFailure(ThreeDError):
+    """Another rank has failed, so this one stops; the error that matters was printed by that rank."""
+
+    reason = "another rank has failed"
+
+    def __init__(self) -> None:
+        super().__init__(f"This rank stops: {self.reason}")  # raised from a thread, so it takes no argument
+
+
+class FailureGuard:
+    """Watches from a thread that this rank neither waits for, nor outlives, a job that has failed.
+
+    A failing rank leaves its traceback in the store of the process group; the launcher leaves a note in a file when a
+    process ends without a word. Every rank looks for both, for the store itself, and for its parent process. When one
+    of them tells of a failure, the main thread is brought to raise: communicators are aborted, connections of a
+    collective that does not return are cut, and busy Python code gets a :class:`SiblingFailure`. So ``finally`` blocks,
+    callbacks' ``on_exception`` and ``atexit`` run. Who has not left the Trainer after :data:`GRACE_S` seconds ends
+    without further ado, with status 1.
+
+    One rank alone is not watched.
+    """
+
+    def __init__(self) -> None:
+        self._where = f"process {os.getpid()}"
+        self._store: Any = None
+        self._armed = False
+        self._ending = False
+        self._tripped: str | None = None
+        self._raised = False
+        self._thread: threading.Thread | None = None
+        self._file: Path | None = None
+        self._parent: int | None = None
+        self._wake_up: int | None = None
+        self._barrier: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FailureGuard, ()  # what it watches is this process
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank has raised or was told to stop."""
+        return self._raised or self._tripped is not None
+
+    def watch_launcher(self) -> None:
+        """From the first moment in a process that a launcher of ours has started."""
+        if file := os.environ.get(_FILE_VARIABLE):
+            self._file = Path(file)
+        if (parent := os.environ.get(_PARENT_VARIABLE)) and int(parent) != os.getpid():
+            self._parent = os.getppid()
+        if self._file is not None or self._parent is not None:
+            self._arm()
+
+    def start(self, mesh: Mesh) -> None:
+        """Once the process group stands, and again at each later run of the Trainer."""
+        if mesh.world.size == 1:
+            return
+        self._where = mesh.where
+        if self._store is None:
+            # A connection of its own: the main thread may wait inside the other one.
+            store = dist.distributed_c10d._get_default_store()
+            self._store = store.clone() if hasattr(store, "clone") else store
+        group = mesh.control_world.group
+        self._barrier = lambda: dist.barrier(group=group)
+        self._arm()
+
+    def stop(self) -> None:
+        """At the end of a run (``Strategy.teardown``). After a good one, no rank leaves before all have come here."""
+        if self._barrier is not None and not self._raised and self._tripped is None:
+            self._ending = True
+            self._barrier()
+        self._armed = False
+        self._barrier = None
+        self._set_wake_up(on=False)
+
+    def failed(self, error: BaseException) -> None:
+        """This rank has raised (``Strategy.on_exception``): tell the others, and print the error if it is the first."""
+        self._raised = True
+        if not self._armed:
+            return
+        self._arm_deadline()
+        if self._tripped is not None or isinstance(error, (SiblingFailure, ReaderError)):
+            return
+        text = f"{self._where} failed first; the other ranks are being stopped.\n"
+        if isinstance(error, KeyboardInterrupt):
+            text = f"{self._where} was interrupted; the other ranks are being stopped.\n"
+        else:
+            text += "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        # A broken connection is what the others notice of a rank that has failed. It gets a moment to say so itself.
+        patience = 2.0 if _is_broken_connection(error) else 0.0
+        first = self._announce(text, patience)
+        if first:
+            _say(text)
+        else:
+            _say(f"{self._where} then failed as well: {type(error).__name__}: {str(error).splitlines()[:1]}\n")
+
+    def trip(self, reason: str, announce: bool = False) -> None:
+        """Make this rank stop because of what happened elsewhere.
+
+        Args:
+            reason: What happened; printed.
+            announce: Also tell the ranks that only look at the store.
+        """
+        with self._lock:
+            if self._tripped is not None:
+                return
+            self._tripped = reason
+        SiblingFailure.reason = reason.strip().splitlines()[0]
+        if announce:
+            self._armed = not self._raised
+            _say(reason + "\n")
+            self._announce(reason, 0.0)
+        threading.Thread(target=self._interrupt, name="lightning-3d-stop", daemon=True).start()
+
+    def _arm(self) -> None:
+        self._armed, self._ending = True, False
+        self._raised, self._tripped = False, None
+        self._set_wake_up(on=True)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._watch, name="lightning-3d-guard", daemon=True)
+            self._thread.start()
+
+    def _watch(self) -> None:
+        signalled: float | None = None
+        while True:
+            time.sleep(_PERIOD_S)
+            if not self._armed or self._tripped is not None:
+                signalled = None
+                continue
+            if (reason := self._reason()) is not None:
+                self.trip(reason)
+                continue
+            signalled = self._signalled() or signalled
+            # The launcher's SIGTERM or a Ctrl-C: Python acts on it once the main thread is back from C++, if ever.
+            if signalled is not None and _is_stuck(_STUCK_AFTER_SIGNAL_S):
+                self.trip("a signal asked it to stop while it waited for another rank")
+
+    def _reason(self) -> str | None:
+        if self._file is not None and self._file.exists():
+            return self._file.read_text(errors="replace") or "a process of this job has ended"
+        if self._parent is not None and os.getppid() != self._parent:
+            return "the process that launched it has ended"
+        if self._store is None:
+            return None
+        try:
+            if self._store.check([_KEY]):
+                return str(self._store.get(_KEY).decode(errors="replace"))
+        except Exception:  # the store lives in rank 0, or in torchrun's agent
+            return None if self._ending else "the process that holds the store (rank 0) has ended"
+        return None
+
+    def _announce(self, text: str, patience: float) -> bool:
+        """Put the failure where all look; false when somebody was first."""
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            if self._tripped is not None or self._reason() is not None:
+                return False
+            time.sleep(0.1)
+        if self._store is None:
+            return True
+        try:
+            value = self._store.compare_set(_KEY, "", text)
+        except Exception:  # without the store, the others notice that it is gone
+            return True
+        return bool(value == text.encode())
+
+    def _interrupt(self) -> None:
+        """Bring the main thread to raise, or else end the process."""
+        start = time.monotonic()
+        _abort_communicators()
+        cut = thrown = False
+        while self._armed and time.monotonic() - start < GRACE_S:
+            if self._raised:  # it is on its way out
+                time.sleep(_PERIOD_S)
+            elif _is_stuck(_STUCK_S):
+                if not cut:
+                    _cut_local_connections()
+                cut = True
+            elif not thrown and time.monotonic() - start > 2 * _STUCK_S:
+                _throw(threading.main_thread(), SiblingFailure)
+                thrown = True
+        if self._armed:
+            self._end()
+
+    def _arm_deadline(self) -> None:
+        def watch() -> None:
+            time.sleep(GRACE_S)
+            if self._armed:
+                self._end()
+
+        threading.Thread(target=watch, name="lightning-3d-deadline", daemon=True).start()
+
+    def _end(self) -> None:
+        _say(f"{self._where} did not stop within {GRACE_S:g} s and is ended.\n")
+        faulthandler.dump_traceback(all_threads=False)
+        finalizers = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
+        finalizers.start()
+        finalizers.join(3.0)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(1)
+
+    def _set_wake_up(self, on: bool) -> None:
+        """Let the C-level signal handler leave a note that this thread can read while the main thread is in C++."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if on and self._wake_up is None:
+            read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            if (previous := signal.set_wakeup_fd(write, warn_on_full_buffer=False)) != -1:
+                signal.set_wakeup_fd(previous)  # somebody else's event loop
+                os.close(read)
+                os.close(write)
+            else:
+                self._wake_up = read
+        elif not on and self._wake_up is not None:
+            write = signal.set_wakeup_fd(-1)
+            read, self._wake_up = self._wake_up, None
+            os.close(write)
+            os.close(read)
+
+    def _signalled(self) -> float | None:
+        if self._wake_up is None:
+            return None
+        with contextlib.suppress(OSError):
+            if {signal.SIGTERM, signal.SIGINT} & set(os.read(self._wake_up, 256)):
+                return time.monotonic()
+        return None
+
+
+def leave_note(file: Path, reason: str) -> None:
+    """Tell the ranks of this node that the job has failed; what was said first stays."""
+    with contextlib.suppress(FileExistsError):
+        temporary = file.with_suffix(f".{os.getpid()}")
+        temporary.write_text(reason)
+        try:
+            os.link(temporary, file)
+        finally:
+            temporary.unlink()
+
+
+def launch_variables(file: Path) -> dict[str, str]:
+    """Environment variables by which a started process knows that it was started by us."""
+    return {_FILE_VARIABLE: str(file), _PARENT_VARIABLE: str(os.getpid())}
+
+
+def _say(text: str) -> None:
+    # One write, so that what several ranks say does not mix.
+    with contextlib.suppress(Exception):
+        sys.stderr.write(f"\n[lightning_3d] {text}")
+        sys.stderr.flush()
+
+
+def _is_broken_connection(error: BaseException) -> bool:
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        sign in text for sign in ("onnection closed by peer", "onnection reset", "Broken pipe", "aborted", "gloo")
+    )
+
+
+def _abort_communicators() -> None:
+    """End what NCCL has under way. Gloo knows no such thing: its connections are cut instead."""
+
+    def abort() -> None:
+        for group in list(dist.distributed_c10d._world.pg_names):
+            with contextlib.suppress(Exception):
+                group.abort()
+
+    if dist.is_available() and dist.is_initialized():
+        threading.Thread(target=abort, name="lightning-3d-abort", daemon=True).start()
+
+
+def _cut_local_connections() -> None:
+    """Shut down the TCP connections to processes of this machine, so that a collective waiting on them raises.
+
+    Connections to elsewhere (a tracking server that a finalizer wants to reach) stay.
+    """
+    for entry in Path("/proc/self/fd").iterdir() if Path("/proc/self/fd").exists() else ():
+        with contextlib.suppress(OSError, ValueError):
+            number = int(entry.name)
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    here, there = connection.getsockname()[0], connection.getpeername()[0]
+                    if here == there:
+                        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _is_stuck(seconds: float) -> bool:
+    """Whether the main thread stays at the very same instruction for this long."""
+    deadline = time.monotonic() + seconds
+    position = _main_position()
+    while time.monotonic() < deadline:
+        time.sleep(min(0.2, seconds))
+        if _main_position() != position:
+            return False
+    return True
+
+
+def _main_position() -> tuple[int, int] | None:
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    return None if frame is None else (id(frame), frame.f_lasti)
+
+
+def _throw(thread: threading.Thread, error: type[BaseException]) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error))

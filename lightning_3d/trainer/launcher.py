@@ -1,0 +1,337 @@
+"""How the ranks of a node start, and how they end together."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch.multiprocessing as mp
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork, _check_missing_main_guard
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from lightning_3d.config import Sizes
+from lightning_3d.errors import ConfigError
+from lightning_3d.mesh import where
+from lightning_3d.trainer.failure import GRACE_S, FailureGuard, launch_variables, leave_note
+
+_PRELOADED = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "lightning.pytorch", "lightning_3d"]
+_KILL_AFTER_S = 5.0
+
+
+def make_launcher(
+    strategy: ParallelStrategy,
+    cluster_environment: ClusterEnvironment,
+    start_method: str | None,
+    guard: FailureGuard,
+    sizes: Sizes,
+) -> _SubprocessScriptLauncher | _MultiProcessingLauncher:
+    """The launcher for a start method.
+
+    Args:
+        strategy: The strategy whose ranks are started.
+        cluster_environment: Under torchrun or SLURM, where the ranks run already, nothing is started.
+        start_method: ``"popen"`` starts the script again for every rank (the default), ``"fork"``, ``"forkserver"``
+            and ``"spawn"`` start functions. In a notebook the default is ``"fork"``.
+        guard: The guard of this process.
+        sizes: Of the mesh.
+
+    Raises:
+        ConfigError: for a start method that this platform lacks.
+    """
+    num_processes: int = strategy.num_processes  # type: ignore[attr-defined]
+    num_nodes: int = getattr(strategy, "num_nodes", 1)
+    if start_method is None:
+        start_method = "fork" if hasattr(sys, "ps1") else "popen"
+    if start_method == "popen" or cluster_environment.creates_processes_externally:
+        return ScriptLauncher(cluster_environment, num_processes, num_nodes, guard, sizes)
+    if start_method not in mp.get_all_start_methods():
+        known = ", ".join(["popen", *mp.get_all_start_methods()])
+        raise ConfigError(f"start_method={start_method!r} does not exist on this platform. Choose from {known}.")
+    if num_nodes > 1:
+        raise ConfigError(
+            f"start_method={start_method!r} starts the ranks of one machine, but num_nodes={num_nodes}."
+            " Use start_method='popen', torchrun or SLURM."
+        )
+    return ProcessLauncher(strategy, start_method, sizes)  # type: ignore[arg-type]
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Starts the user's script again for every other rank of the node; this process is rank 0 of the node.
+
+    Args:
+        cluster_environment: How ranks find each other.
+        num_processes: Ranks on this node.
+        num_nodes: Nodes.
+        guard: The guard of this process.
+        sizes: Of the mesh.
+    """
+
+    def __init__(
+        self,
+        cluster_environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        guard: FailureGuard,
+        sizes: Sizes,
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._guard = guard
+        self._sizes = sizes
+        self._file: Path | None = None
+        self._failed = False
+
+    def _where(self, local_rank: int) -> str:
+        return where(self.cluster_environment.node_rank() * self.num_processes + local_rank, self._sizes)
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if self.cluster_environment.creates_processes_externally:
+            self._guard.watch_launcher()
+        elif self.num_processes > 1:
+            self._file = _note_file()
+            variables = launch_variables(self._file)
+            os.environ.update(variables)
+            try:
+                self._call_children_scripts()
+            finally:
+                for name in variables:
+                    os.environ.pop(name)
+            threading.Thread(target=self._watch, name="lightning-3d-children", daemon=True).start()
+            atexit.register(self._reap)
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+    @override
+    def kill(self, signum: int) -> None:
+        if signum == signal.SIGTERM:
+            super().kill(signum)
+            return
+        # Lightning wants SIGKILL after Ctrl-C. The others get to close their loggers first.
+        self._failed = True
+        if self._file is not None:
+            leave_note(self._file, f"{self._where(0)} was interrupted")
+        self._reap()
+
+    def _watch(self) -> None:
+        while True:
+            codes = [process.poll() for process in self.procs]
+            failed = [rank for rank, code in enumerate(codes, start=1) if code]
+            if failed:
+                break
+            if all(code == 0 for code in codes):
+                return
+            time.sleep(0.25)
+        if self._failed or self._guard.has_failed:
+            return
+        self._failed = True
+        reason = f"{self._where(failed[0])} {_ending(codes[failed[0] - 1] or 0)}; the other ranks are being stopped."
+        if self._file is not None:
+            leave_note(self._file, reason)
+        self._guard.trip(reason, announce=True)
+        _end_together(self.procs, _poll_all)
+
+    def _reap(self) -> None:
+        """After a failure, outlive the others: nobody is left behind."""
+        if self._failed or self._guard.has_failed:
+            self._failed = True
+            if self._file is not None:
+                leave_note(self._file, f"{self._where(0)} has failed")
+            _end_together(self.procs, _poll_all)
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+
+class ProcessLauncher(_MultiProcessingLauncher):
+    """Starts a function in a fresh process for every rank; this process waits for them.
+
+    Args:
+        strategy: The strategy whose ranks are started.
+        start_method: ``"fork"``, ``"forkserver"`` or ``"spawn"``.
+        sizes: Of the mesh.
+    """
+
+    def __init__(
+        self,
+        strategy: ParallelStrategy,
+        start_method: Literal["spawn", "fork", "forkserver"],
+        sizes: Sizes,
+    ) -> None:
+        super().__init__(strategy, start_method)
+        self._sizes = sizes
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        self._check(trainer)
+        strategy = self._strategy
+        assert strategy.cluster_environment is not None
+        file = _note_file()
+        environment = {
+            "MASTER_PORT": str(strategy.cluster_environment.main_port),
+            "MASTER_ADDR": strategy.cluster_environment.main_address,
+            **launch_variables(file),
+        }
+        context = mp.get_context(self._start_method)
+        if self._start_method == "forkserver":
+            context.set_forkserver_preload(_PRELOADED)
+        results = context.SimpleQueue()
+        start = _Start(environment | _seed_variables(), _GlobalStateSnapshot.capture())
+        started = mp.start_processes(
+            self._run_rank,
+            args=(start, trainer, function, args, kwargs, results),
+            nprocs=strategy.num_processes,  # type: ignore[attr-defined]
+            start_method=self._start_method,
+            join=False,
+        )
+        self.procs = list(started.processes)
+        try:
+            self._wait(started.error_files, file)
+        except BaseException:
+            leave_note(file, "The job was stopped.")
+            _end_together(self.procs, _join_all)
+            raise
+        finally:
+            file.unlink(missing_ok=True)
+        output = results.get()
+        if trainer is None:
+            return output
+        self._already_fit |= trainer.state.fn == TrainerFn.FITTING
+        self._recover_results_in_main_process(output, trainer)
+        return output.trainer_results
+
+    def _check(self, trainer: Trainer | None) -> None:
+        if self._start_method in ("fork", "forkserver"):
+            _check_bad_cuda_fork()
+        if self._start_method in ("spawn", "forkserver"):
+            _check_missing_main_guard()
+        if self._already_fit and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            raise ConfigError(
+                f"trainer.fit() was called twice with start_method={self._start_method!r}, whose ranks have ended with"
+                " the first fit. Make a new Trainer and give fit(ckpt_path=...), or use start_method='popen'."
+            )
+
+    def _run_rank(self, index: int, start: _Start, *arguments: Any) -> None:
+        start.apply()
+        guard = getattr(self._strategy, "guard", None)
+        if isinstance(guard, FailureGuard):
+            guard.watch_launcher()
+        self._wrapping_function(index, *arguments)
+
+    def _wait(self, error_files: Sequence[str], file: Path) -> None:
+        """Until all ranks are done.
+
+        Raises:
+            ProcessRaisedException, ProcessExitedException: when one has failed, after the others have ended.
+        """
+        waiting = {process.sentinel: rank for rank, process in enumerate(self.procs)}
+        while waiting:
+            for sentinel in wait(list(waiting)):
+                rank = waiting.pop(cast(int, sentinel))
+                process = self.procs[rank]
+                process.join()
+                if process.exitcode:
+                    # Ranks that stop because of another one may be faster; what that one left behind comes first.
+                    reason = (
+                        f"{where(rank, self._sizes)} {_ending(process.exitcode)}; the other ranks are being stopped."
+                    )
+                    leave_note(file, reason)
+                    _end_together(self.procs, _join_all)
+                    raise _rank_error(rank, process, error_files)
+
+    @override
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        """As Lightning does, with the weights of the whole model where the strategy has put them together."""
+        gathered = getattr(self._strategy, "final_state_dict", None)
+        module = trainer.lightning_module
+        # Lightning takes the module's own state, of which this rank holds only a part.
+        vars(module)["state_dict"] = lambda *args, **kwargs: gathered or {}
+        try:
+            return super()._collect_rank_zero_results(trainer, results)
+        finally:
+            del vars(module)["state_dict"]
+
+
+class _Start:
+    """What a rank takes over from the process that starts it."""
+
+    def __init__(self, environment: dict[str, str], state: _GlobalStateSnapshot) -> None:
+        self.environment = environment
+        self.state = state
+
+    def apply(self) -> None:
+        # A forkserver is as old as its first use: its children do not see what was set since.
+        os.environ.update(self.environment)
+        self.state.restore()
+
+
+def _seed_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("PL_")}
+
+
+def _note_file() -> Path:
+    return Path(tempfile.gettempdir(), f"lightning-3d-{os.getpid()}-{time.monotonic_ns()}")
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by signal {-code}"
+
+
+def _rank_error(rank: int, process: Any, error_files: Sequence[str]) -> Exception:
+    with contextlib.suppress(OSError), open(error_files[rank], "rb") as file:
+        trace = pickle.load(file)
+        return mp.ProcessRaisedException(f"\n\n-- Rank {rank} failed:\n{trace}", rank, process.pid)
+    name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else None
+    return mp.ProcessExitedException(
+        f"rank {rank} {_ending(process.exitcode)}",
+        error_index=rank,
+        error_pid=process.pid,
+        exit_code=process.exitcode,
+        signal_name=name,
+    )
+
+
+def _poll_all(processes: Sequence[Any], seconds: float) -> list[Any]:
+    deadline = time.monotonic() + seconds
+    while (alive := [process for process in processes if process.poll() is None]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return alive
+
+
+def _join_all(processes: Sequence[multiprocessing.Process], seconds: float) -> list[Any]:
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    return [process for process in processes if process.is_alive()]
+
+
+def _end_together(processes: Sequence[Any], alive: Callable[[Sequence[Any], float], list[Any]]) -> None:
+    """Wait for processes that have been told to stop, then ask with SIGTERM, then do not ask."""
+    # Their guards end them within the grace period, finalizers run; SIGTERM is for those that have not come that far.
+    for signum, patience in ((signal.SIGTERM, GRACE_S + 3.0), (signal.SIGKILL, _KILL_AFTER_S)):
+        for process in alive(processes, patience):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signum)
+    alive(processes, _KILL_AFTER_S)
