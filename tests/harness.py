@@ -22,9 +22,10 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -234,10 +235,11 @@ def _run(
             for process in processes:
                 process.join(5.0)
         finally:
-            for process in processes:
-                _kill(process)
-            for here in connections:
-                here.close()
+            with _uninterrupted():
+                for process in processes:
+                    _kill(process)
+                for here in connections:
+                    here.close()
         for job in jobs:
             if printed := job.output.read_text(errors="replace"):
                 print(f"--- rank {job.rank} printed:\n{printed}", end="")
@@ -310,6 +312,19 @@ def _timeout_message(
 def _printed(job: _Job) -> str:
     lines = job.output.read_text(errors="replace").splitlines()[-_LAST_LINES:] if job.output.exists() else []
     return "\n".join([f"\n--- rank {job.rank} printed (last lines):", *lines, ""]) if lines else ""
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ignore Ctrl-C: cut short, the cleaning up would leave ranks that the interpreter waits for at its end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _kill(process: ForkServerProcess) -> None:
