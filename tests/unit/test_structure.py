@@ -23,7 +23,8 @@ LAYERS = """
     cli
     recipes  models
     strategy
-    precision  trainer
+    trainer
+    precision
     checkpoint  planner  monitor
     pipeline
     sharding
@@ -81,7 +82,7 @@ def entry(module: str) -> str | None:
 
 def test_the_table_reads_as_it_looks() -> None:
     assert LEVEL["cli"] > LEVEL["strategy"] > LEVEL["pipeline"] > LEVEL["mesh"] > LEVEL["errors"]
-    assert LEVEL["precision"] == LEVEL["trainer"]
+    assert LEVEL["planner"] == LEVEL["checkpoint"]
     assert entry("pipeline.stage") == "pipeline"
     assert entry("unheard_of") is None
 
