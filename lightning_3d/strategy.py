@@ -1,0 +1,476 @@
+"""``strategy="3d"``: what the Lightning Trainer calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+)
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import _PATH, ReduceOp
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_3d import checkpoint as checkpoints
+from lightning_3d.collectives import all_reduce
+from lightning_3d.config import ParallelConfig, Sizes
+from lightning_3d.errors import ConfigError
+from lightning_3d.mesh import Mesh, build_mesh, where
+from lightning_3d.precision import ThreeDPrecision
+from lightning_3d.trainer.assembly import Assembly, assemble
+from lightning_3d.trainer.batches import BatchLedger
+from lightning_3d.trainer.failure import FailureGuard
+from lightning_3d.trainer.host_random import HostRandomState
+from lightning_3d.trainer.launcher import make_launcher
+from lightning_3d.trainer.layout import Layout
+from lightning_3d.trainer.loaders import LoaderGate
+from lightning_3d.trainer.predictions import PredictionGate
+from lightning_3d.trainer.steps import StepRunner
+
+Size = int | Literal["auto"]
+
+
+class ThreeDStrategy(ParallelStrategy):
+    """Trains an unmodified LightningModule with tensor, pipeline and sharded data parallelism.
+
+    The world is a mesh with the axes pp (outermost), dp and tp (innermost). Losses, gradients, clipping, metrics and
+    checkpoints are those of one process that trains on the whole batch.
+
+    Args:
+        tensor_parallel: Ranks that share every layer; keep it inside a node. ``"auto"`` is 1.
+        pipeline_parallel: Stages that the layers are cut into. ``"auto"`` is 1.
+        data_parallel: Replicas of the model. ``"auto"`` is what the other two leave of the world.
+        zero_stage: What the replicas share out among them: 0 nothing, 1 the optimizer, 2 also gradients, 3 also
+            parameters.
+        schedule: Order of the micro-batches in the pipeline: ``"gpipe"``, ``"1f1b"`` or ``"interleaved_1f1b"``.
+        virtual_stages: Chunks of the model per pipeline rank, for ``"interleaved_1f1b"``: divides the bubble by as
+            much, and multiplies the messages between stages.
+        num_micro_batches: Pieces that each replica's batch is cut into. By default 4 per pipeline stage, 1 without a
+            pipeline, and never more than samples.
+        micro_batch_size: Samples in a piece, instead of ``num_micro_batches``.
+        pipeline_blocks: Name of the list of repeated layers, such as ``"model.layers"``, or names of several lists
+            that form a chain. ``"auto"`` takes the list with the most parameters.
+        pipeline_split: How blocks are shared out over chunks: ``"uniform"``, ``"parameters"``, ``"flops"``, or the
+            number of blocks of every chunk, such as ``[3, 4]``.
+        tp_plan: ``"auto"``, or patterns of layer names with how each is cut: ``"colwise"``, ``"rowwise"``,
+            ``"vocab"``, ``"replicate"`` or ``"colwise:3"`` (three matrices packed in one).
+        sequence_parallel: Cut activations between tensor-parallel layers along the sequence.
+        loss_parallel: Leave logits cut over the vocabulary and compute the cross entropy on the pieces.
+        activation_checkpointing: ``None``, ``"full"`` (compute every block again in the backward), or k for every
+            k-th block.
+        reduce_dtype: Type in which gradients are summed over replicas, such as ``"float32"`` (the default).
+        global_batch_size: Samples per optimizer step over all replicas and accumulated batches; sets the batch size
+            of the training loader.
+        nonfinite: What a NaN or infinite gradient does: ``"continue"``, ``"skip"`` the optimizer step, or
+            ``"raise"``; one decision for all ranks.
+        loss_reduction: ``"mean"`` if the loss is a mean over the samples of its batch, ``"sum"`` if it is a sum.
+        allow_tp_across_nodes: Accept tensor parallelism wider than a node.
+        start_method: How local processes start: ``"popen"`` (the default: the script runs again in every process),
+            ``"fork"``, ``"forkserver"`` or ``"spawn"``.
+        process_group_backend: ``"nccl"`` or ``"gloo"``; by default what fits the device.
+        timeout_s: Seconds after which a collective that does not complete ends the run.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: How ranks find each other; by default detected (torchrun, SLURM, or this machine alone).
+        precision_plugin: Set by the Trainer from ``precision=``.
+
+    Raises:
+        ConfigError: If the options cannot work together, or do not fit the devices of the Trainer.
+    """
+
+    strategy_name = "3d"
+
+    def __init__(
+        self,
+        tensor_parallel: Size = "auto",
+        pipeline_parallel: Size = "auto",
+        data_parallel: Size = "auto",
+        zero_stage: int = 1,
+        schedule: str = "1f1b",
+        virtual_stages: int = 1,
+        num_micro_batches: int | None = None,
+        micro_batch_size: int | None = None,
+        pipeline_blocks: str | list[str] = "auto",
+        pipeline_split: str | list[int] = "flops",
+        tp_plan: str | dict[str, str] = "auto",
+        sequence_parallel: bool = False,
+        loss_parallel: bool = False,
+        activation_checkpointing: str | int | None = None,
+        reduce_dtype: str | None = None,
+        global_batch_size: int | None = None,
+        nonfinite: str = "continue",
+        loss_reduction: str = "mean",
+        allow_tp_across_nodes: bool = False,
+        start_method: str | None = None,
+        process_group_backend: str | None = None,
+        timeout_s: float = 1800.0,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        self.config = ParallelConfig(
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+            data_parallel=data_parallel,
+            zero_stage=zero_stage,
+            schedule=schedule,
+            virtual_stages=virtual_stages,
+            num_micro_batches=num_micro_batches,
+            micro_batch_size=micro_batch_size,
+            pipeline_blocks=pipeline_blocks,
+            pipeline_split=pipeline_split,
+            tp_plan=tp_plan,
+            sequence_parallel=sequence_parallel,
+            loss_parallel=loss_parallel,
+            activation_checkpointing=activation_checkpointing,
+            reduce_dtype=reduce_dtype,
+            global_batch_size=global_batch_size,
+            nonfinite=nonfinite,
+            loss_reduction=loss_reduction,
+            allow_tp_across_nodes=allow_tp_across_nodes,
+            start_method=start_method,
+        )
+        super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
+        self.num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timedelta(seconds=timeout_s)
+        self.guard = FailureGuard()
+        self._mesh: Mesh | None = None
+        self._assembly: Assembly | None = None
+        self._runner: StepRunner | None = None
+        self._loaded_rank_state: Any = None
+
+    # --- who and where ---------------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where this rank stands; ``strategy.mesh.device_mesh`` is torch's ``DeviceMesh`` with axes pp, dp, tp."""
+        if self._mesh is None:
+            raise ConfigError("The mesh exists once the processes have started: from the `setup` hook on.")
+        return self._mesh
+
+    @property
+    def layout(self) -> Layout:
+        """Resolved sizes, schedule, chunks, and the blocks of every stage; ``str`` of it is what rank 0 prints."""
+        return self._assembled.layout
+
+    @property
+    def _assembled(self) -> Assembly:
+        if self._assembly is None:
+            raise ConfigError("The module is laid out when the Trainer sets it up: from the `on_fit_start` hook on.")
+        return self._assembly
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one rank; Lightning asks before it syncs metrics."""
+        return self.num_nodes * self.num_processes > 1
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.mesh.dp.size, "rank": self.mesh.dp.rank}
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else ThreeDPrecision("32-true")
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = None if precision_plugin is None else ThreeDPrecision.from_stock(precision_plugin)
+
+    @property
+    def _precision(self) -> ThreeDPrecision:
+        assert isinstance(self._precision_plugin, ThreeDPrecision)
+        return self._precision_plugin
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment which rank this process is; called by the Trainer."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank
+
+    # --- set-up ----------------------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        sizes = self.config.sizes(self.num_nodes * self.num_processes, self.num_processes)
+        first = self.node_rank * self.num_processes
+        self._launcher = make_launcher(
+            self, self.cluster_environment, self.config.start_method, self.guard, _Where(first, sizes)
+        )
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._mesh is not None:
+            self.guard.start(self._mesh)
+            return
+        self.set_world_ranks()
+        sizes = self.config.sizes(self.world_size, self.num_processes)
+        if sizes.world > 1:
+            reset_seed()
+            backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+            device_id = self.root_device if self.root_device.type != "cpu" else None
+            assert self.cluster_environment is not None
+            _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        self._mesh = build_mesh(sizes, self.root_device)
+        self.guard.start(self._mesh)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        self._ledger = BatchLedger(self.mesh.dp.size)
+        self._gate = LoaderGate(trainer, self.mesh, self._ledger, self.config)
+        self._precision.attach(self.mesh, self.config)
+        self._precision.on_batch = self._ledger.take
+        if self._assembly is None or self._assembly.stage.module is not module:
+            self._assembly = assemble(module, self.config, self.mesh, self._precision)
+            rank_zero_info(str(self._assembly.layout))
+            if self.mesh.tp.size > 1:
+                rank_zero_info(str(self._assembly.plan))
+        self.model = module
+        self._precision.owned = self._assembly.sharding.owned
+        self._predictions = PredictionGate(trainer, self.mesh, self._ledger)
+        self._runner = StepRunner(
+            trainer, module, self._assembly, self.config, self.mesh, self._precision, self._ledger
+        )
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self.barrier()
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        current = self._assembled.current_parameters()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                names = [self._assembled.original.get(parameter) for parameter in group["params"]]
+                group["params"] = [
+                    parameter if name is None else current[name]
+                    for parameter, name in zip(group["params"], names, strict=True)
+                ]
+
+    @override
+    def model_to_device(self) -> None:
+        """Nothing to do: ``assemble`` moves what this rank holds."""
+
+    @override
+    def teardown(self) -> None:
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.guard.stop()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self.guard.failed(exception)
+
+    # --- data ------------------------------------------------------------------------------------------------------
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return self._gate.process(dataloader)
+
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _steps(self) -> StepRunner:
+        assert self._runner is not None
+        return self._runner
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._steps.training_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        return self._steps.backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._steps.evaluation_step("validation", *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._steps.evaluation_step("test", *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._steps.evaluation_step("predict", *args, **kwargs)
+
+    def on_predict_start(self) -> None:
+        """Keep fillers and peers out of the predictions."""
+        self._predictions.install()
+
+    def on_predict_end(self) -> None:
+        """Give the callbacks back."""
+        self._predictions.remove()
+
+    def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Norm of the gradients of the whole model, the same on all ranks; use it in ``on_before_optimizer_step``.
+
+        Args:
+            norm_type: 2, ``inf`` or any other p.
+
+        Returns:
+            A tensor of no dimensions. Collective: every rank calls it.
+        """
+        return self._precision.gradient_norm(norm_type)
+
+    # --- collectives for Lightning: "all ranks" of one process are the replicas --------------------------------------
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if _distributed_is_initialized():
+            dist.barrier(group=self.mesh.control_world.group)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not _distributed_is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src, group=self.mesh.control_world.group, device=torch.device("cpu"))
+        return box[0]
+
+    @override
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        if not isinstance(tensor, Tensor) or self.mesh.dp.size == 1:
+            return tensor
+        op = str(reduce_op or "sum").lower().rsplit(".", 1)[-1]
+        value = tensor.to(self.root_device).clone()
+        whole = value if value.is_floating_point() or op != "mean" else value.to(torch.get_default_dtype())
+        all_reduce(whole, self.mesh.dp, "avg" if op in ("mean", "avg") else op)
+        return whole
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        if self.mesh.dp.size == 1:
+            return tensor
+        return _all_gather_ddp_if_available(tensor, group=self.mesh.dp.group, sync_grads=sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self.mesh.world.size == 1:
+            return decision
+        value = torch.tensor(int(decision))
+        all_reduce(value, self.mesh.control_world, "min" if all else "max")
+        return bool(value)
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the model, by the original names."""
+        return self._model_state().owned
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint directory that loads at any layout; collective.
+
+        Raises:
+            CheckpointError: on every rank, if a rank could not write its part.
+        """
+        if storage_options is not None:
+            raise ConfigError("storage_options go to a CheckpointIO, which sharded checkpoints do not use. Leave them out.")
+        path = self.broadcast(str(filepath))
+        checkpoints.save(path, checkpoint, self._model_state(), self.mesh, rank_state=self._rank_state())
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = checkpoints.read(self.broadcast(str(checkpoint_path)), self.mesh, weights_only)
+        if state := checkpoint.pop(checkpoints.RANK_STATE, None):
+            self._loaded_rank_state = state
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        checkpoints.load_model(checkpoint["state_dict"], self._model_state(), self.mesh, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        checkpoints.load_optimizers(checkpoint["optimizer_states"], self._model_state(), self.mesh)
+        if self._loaded_rank_state is not None:
+            HostRandomState.of(self._loaded_rank_state).set()
+            self._loaded_rank_state = None
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's state dict, as the module in one process would give it; collective.
+
+        Returns:
+            On rank 0 every tensor in host memory under its original name; an empty dict on the other ranks.
+        """
+        return checkpoints.full_state_dict(self._model_state(), self.mesh)
+
+    def _model_state(self) -> checkpoints.ModelState:
+        assembly, module = self._assembled, self.lightning_module
+        assert module is not None
+        assembly.sharding.release()
+        persistent = set(assembly.keys)
+        return checkpoints.ModelState(
+            parameters=dict(module.named_parameters()),
+            keys=assembly.keys,
+            buffers={name: buffer for name, buffer in module.named_buffers() if name in persistent},
+            ties=assembly.ties,
+            cuts=assembly.plan.cuts,
+            optimizers=self.optimizers,
+            layout={"zero_stage": self.config.zero_stage, "schedule": self.config.schedule},
+        )
+
+    def _rank_state(self) -> Any:
+        return HostRandomState.get().state
+
+
+@dataclass(frozen=True)
+class _Where:
+    """Names a rank of this node; picklable, for processes that are started as functions."""
+
+    first: int
+    sizes: Sizes
+
+    def __call__(self, local_rank: int) -> str:
+        return where(self.first + local_rank, self.sizes)

@@ -1,0 +1,185 @@
+"""Turning the user's LightningModule into this rank's part of a 3D run: the order of set-up, readable top down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_3d import tensor_parallel
+from lightning_3d.checkpoint import state_dict_keys
+from lightning_3d.config import ParallelConfig
+from lightning_3d.errors import ConfigError
+from lightning_3d.mesh import Mesh
+from lightning_3d.pipeline.blocks import BlockList, ChunkMap, find_block_lists, share_out
+from lightning_3d.pipeline.cut import Cut
+from lightning_3d.pipeline.engine import Engine
+from lightning_3d.pipeline.observe import call_order
+from lightning_3d.pipeline.recompute import recompute_blocks
+from lightning_3d.pipeline.stage import Stage
+from lightning_3d.pipeline.ties import find_shared
+from lightning_3d.placeholder import is_placeholder
+from lightning_3d.precision import ThreeDPrecision
+from lightning_3d.random import States, StepStreams
+from lightning_3d.sharding import Sharding, build_sharding, make_ties
+from lightning_3d.trainer.layout import Layout
+from lightning_3d.trainer.metrics import bind_metrics
+from lightning_3d.trainer.start import share_random_state, share_weights
+
+
+@dataclass
+class Assembly:
+    """What this rank runs."""
+
+    stage: Stage
+    engine: Engine
+    sharding: Sharding
+    streams: StepStreams
+    plan: tensor_parallel.AppliedPlan
+    layout: Layout
+    keys: tuple[str, ...]
+    """Keys of the whole module's state dict, in order."""
+    ties: dict[str, str]
+    """Those of them that are second names, each with the first."""
+    original: WeakIdKeyDictionary
+    """The user's own parameter objects -> their names: optimizers may have been built from them."""
+
+    def current_parameters(self) -> dict[str, nn.Parameter]:
+        """Every parameter of the module by name, those of other stages as placeholders."""
+        return dict(self.stage.module.named_parameters(remove_duplicate=False))
+
+
+def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, precision: ThreeDPrecision) -> Assembly:
+    """Cut, shard and move ``module`` for this rank.
+
+    Collective. ``module`` is changed in place; its names, structure and attributes stay.
+
+    Raises:
+        ConfigError, PlanError, StageError: if the module cannot be laid out as asked; raised on every rank.
+    """
+    share_random_state(mesh)
+    share_weights(module, mesh)
+    precision.convert_module(module)
+
+    lists = find_block_lists(module, config.pipeline_blocks)
+    chunks = chunk_map(module, lists, config, mesh.pp.size)
+    plan = tensor_parallel.plan(module, [item.blocks for item in lists], config, mesh.tp.size)
+    shared = find_shared(module, chunks, mesh.pp.size)
+    keys, ties = state_dict_keys(module)
+    layout = describe(module, chunks, config, mesh)
+    original = WeakIdKeyDictionary()
+    for name, parameter in module.named_parameters():
+        original[parameter] = name
+
+    owned_chunks = [chunk for chunk in range(chunks.num_chunks) if chunk % mesh.pp.size == mesh.pp.rank]
+    cut = Cut(module, chunks, owned_chunks, mesh.device)
+    to_device(module, mesh.device)
+    applied = tensor_parallel.apply(module, plan, mesh, cut.owns)
+
+    stage = Stage(module, cut)
+    blocks = [block for chunk in stage.blocks.values() for block in chunk]
+    recompute_blocks(blocks, config.activation_checkpointing)
+    sharding = build_sharding(
+        stage,
+        stage.blocks,
+        mesh,
+        config,
+        compute_dtype=precision.compute_dtype,
+        partial=applied.partial,
+        ties=make_ties([(item.names, item.stages) for item in shared], module, mesh),
+    )
+    streams = StepStreams(mesh, sequence_parallel=config.sequence_parallel)
+    if mesh.world.size > 1:
+        give_streams({name: module.get_submodule(name) for name in chunks.blocks if cut.owns(name)}, streams)
+    cut.install()
+    bind_metrics(module, mesh)
+    engine = Engine(stage, mesh, config.schedule, config.virtual_stages, sharding)
+    return Assembly(stage, engine, sharding, streams, applied, layout, keys, ties, original)
+
+
+def chunk_map(module: nn.Module, lists: Sequence[BlockList], config: ParallelConfig, stages: int) -> ChunkMap:
+    """Which chunk owns what."""
+    count = stages * config.virtual_stages
+    order = call_order(module) if count > 1 else None
+    return share_out(module, lists, count, config.pipeline_split, order)
+
+
+def describe(module: nn.Module, chunks: ChunkMap, config: ParallelConfig, mesh: Mesh) -> Layout:
+    """The layout of a run of the whole ``module``."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    outside = tuple(
+        tuple(name for name, owners in chunks.outside.items() if owners == (chunk,))
+        for chunk in range(chunks.num_chunks)
+    )
+    parameters = tuple(
+        sum(p.numel() for name in chunks.blocks_of(chunk) for p in modules[name].parameters())
+        + sum(p.numel() for name in outside[chunk] for p in modules[name].parameters(recurse=False))
+        for chunk in range(chunks.num_chunks)
+    )
+    micro_batches = config.num_micro_batches
+    if micro_batches is None and config.micro_batch_size is None:
+        micro_batches = 4 * mesh.pp.size if mesh.pp.size > 1 else 1
+    return Layout(
+        pipeline_parallel=mesh.pp.size,
+        data_parallel=mesh.dp.size,
+        tensor_parallel=mesh.tp.size,
+        zero_stage=config.zero_stage,
+        schedule=config.schedule,
+        virtual_stages=config.virtual_stages,
+        num_micro_batches=micro_batches,
+        chunks=tuple(chunks.blocks_of(chunk) for chunk in range(chunks.num_chunks)),
+        outside=outside,
+        parameters=parameters,
+        sequence_parallel=config.sequence_parallel,
+        activation_checkpointing=config.activation_checkpointing,
+    )
+
+
+def to_device(module: nn.Module, device: torch.device) -> None:
+    """Move what this rank holds to ``device``; placeholders are there already.
+
+    Raises:
+        ConfigError: if a parameter or buffer is still on the meta device.
+    """
+    left = [
+        name
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if tensor.device.type == "meta" and not is_placeholder(tensor)
+    ]
+    if left:
+        raise ConfigError(
+            f"These parameters or buffers are on the meta device and have no values: {', '.join(left[:8])}. Build them"
+            " with values (in __init__ or configure_model) before the strategy takes the module over."
+        )
+    moved: dict[int, Any] = {}
+    for child in module.modules():
+        for key, parameter in child._parameters.items():
+            if parameter is not None and not is_placeholder(parameter) and parameter.device != device:
+                if id(parameter) not in moved:
+                    new = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
+                    moved[id(parameter)] = new
+                child._parameters[key] = moved[id(parameter)]
+        for key, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[key] = buffer.to(device)
+
+
+def give_streams(blocks: Mapping[str, nn.Module], streams: StepStreams) -> None:
+    """Let every block draw its random numbers from its own stream."""
+    for name, block in blocks.items():
+        left: list[States | None] = []
+
+        def enter(module: nn.Module, args: Any, name: str = name, left: list[States | None] = left) -> None:
+            left.append(streams.enter_block(name) if module.training else None)
+
+        def leave(module: nn.Module, args: Any, output: Any, left: list[States | None] = left) -> None:
+            streams.leave_block(left.pop())
+            left.clear()  # of calls that an exception ended
+
+        block.register_forward_pre_hook(enter, prepend=True)
+        block.register_forward_hook(leave)

@@ -1,0 +1,85 @@
+"""The layout of a run: what was asked for, resolved, as a person reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_3d.schedules import bubble_fraction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the mesh, the schedule, and which blocks every stage runs."""
+
+    pipeline_parallel: int
+    data_parallel: int
+    tensor_parallel: int
+    zero_stage: int
+    schedule: str
+    virtual_stages: int
+    num_micro_batches: int | None
+    """Micro-batches per replica and step, where an option fixes it or the pipeline's default applies."""
+    chunks: tuple[tuple[str, ...], ...]
+    """Names of the blocks of every chunk, in the order of the forward; chunk c runs on stage ``c % pipeline_parallel``."""
+    outside: tuple[tuple[str, ...], ...]
+    """Names of the modules with parameters outside of the blocks that every chunk holds."""
+    parameters: tuple[int, ...]
+    """Parameters of every chunk, before tensor parallelism and sharding cut them."""
+    sequence_parallel: bool = False
+    activation_checkpointing: str | int | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.pipeline_parallel * self.data_parallel * self.tensor_parallel
+
+    @property
+    def blocks(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the blocks of every stage."""
+        return tuple(
+            tuple(
+                name for chunk in range(stage, len(self.chunks), self.pipeline_parallel) for name in self.chunks[chunk]
+            )
+            for stage in range(self.pipeline_parallel)
+        )
+
+    @property
+    def bubble(self) -> float:
+        """Share of a step in which a stage waits, if all micro-batches and stages take the same time."""
+        if self.pipeline_parallel == 1 or self.num_micro_batches is None:
+            return 0.0
+        return bubble_fraction(self.schedule, self.pipeline_parallel, self.virtual_stages, self.num_micro_batches)
+
+    def __str__(self) -> str:
+        sizes = f"pp{self.pipeline_parallel} x dp{self.data_parallel} x tp{self.tensor_parallel}"
+        head = f"{sizes} = {self.world_size} ranks, ZeRO-{self.zero_stage}"
+        if self.pipeline_parallel > 1:
+            chunks = f", {self.virtual_stages} chunks per stage" if self.virtual_stages > 1 else ""
+            head += f", {self.schedule}{chunks}, {self.num_micro_batches} micro-batches, bubble {self.bubble:.1%} of the step"
+        options = [
+            text
+            for text, on in (
+                ("sequence parallel", self.sequence_parallel),
+                (f"recompute {self.activation_checkpointing}", self.activation_checkpointing is not None),
+            )
+            if on
+        ]
+        head += "".join(f", {text}" for text in options)
+        total = sum(self.parameters) or 1
+        lines = [head]
+        if self.pipeline_parallel > 1:
+            for chunk, names in enumerate(self.chunks):
+                held = [*self.outside[chunk][:4], _span(names)]
+                label = f"  stage {chunk % self.pipeline_parallel}" + (
+                    f" chunk {chunk}" if self.virtual_stages > 1 else ""
+                )
+                count = self.parameters[chunk]
+                lines.append(f"{label}: {', '.join(held)} ({count:,} parameters, {count / total:.0%})")
+        return "\n".join(lines)
+
+
+def _span(names: tuple[str, ...]) -> str:
+    if len(names) == 1:
+        return f"1 block {names[0]}"
+    first, last = names[0], names[-1]
+    return f"{len(names)} blocks {first} .. {last}"

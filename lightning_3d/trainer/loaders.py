@@ -1,0 +1,56 @@
+"""From the user's loader to the one that the Trainer iterates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import RunningStage
+
+from lightning_3d.config import ParallelConfig
+from lightning_3d.errors import ConfigError
+from lightning_3d.mesh import Mesh
+from lightning_3d.trainer.batches import BatchLedger, SharedLoader
+from lightning_3d.trainer.sampler import set_batch_size, shard, take_over_sampling
+
+
+class LoaderGate:
+    """Gives every replica its part of the data, read once and shared within the replica.
+
+    Args:
+        trainer: The Trainer.
+        mesh: The mesh.
+        ledger: Where facts about batches are noted.
+        config: ``global_batch_size`` is read.
+    """
+
+    def __init__(self, trainer: pl.Trainer, mesh: Mesh, ledger: BatchLedger, config: ParallelConfig) -> None:
+        self._trainer = trainer
+        self._mesh = mesh
+        self._ledger = ledger
+        self._global_batch_size = config.global_batch_size
+        connector = trainer._accelerator_connector
+        self._shards = vars(connector).setdefault("_three_d_shards", connector.use_distributed_sampler)
+        take_over_sampling(trainer)
+
+    def process(self, loader: Any) -> Any:
+        """The loader to iterate in place of ``loader``."""
+        stage = self._trainer.state.stage
+        if self._global_batch_size is not None and stage is RunningStage.TRAINING:
+            loader = set_batch_size(loader, self._replica_batch_size(self._global_batch_size))
+        if self._mesh.world.size == 1:
+            return loader
+        if self._shards:
+            loader = shard(loader, self._mesh.dp)
+        return SharedLoader(loader, self._mesh, self._ledger, track_indices=stage is RunningStage.PREDICTING)
+
+    def _replica_batch_size(self, global_batch_size: int) -> int:
+        replicas, accumulated = self._mesh.dp.size, self._trainer.accumulate_grad_batches
+        size, rest = divmod(global_batch_size, replicas * accumulated)
+        if rest or not size:
+            raise ConfigError(
+                f"global_batch_size={global_batch_size} is not a multiple of {replicas * accumulated} (data_parallel="
+                f"{replicas} x accumulate_grad_batches={accumulated}), so replicas would read different amounts. Use"
+                f" {max(1, size) * replicas * accumulated} or {(size + 1) * replicas * accumulated}."
+            )
+        return size

@@ -1,0 +1,61 @@
+"""Making all ranks begin from the same weights and the same random numbers."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_3d.collectives import broadcast_object
+from lightning_3d.errors import ConfigError
+from lightning_3d.mesh import Mesh
+from lightning_3d.trainer.host_random import HostRandomState
+
+
+def share_random_state(mesh: Mesh) -> None:
+    """Give every rank the random state of rank 0: torch's CPU generator, NumPy's and Python's."""
+    broadcast_object(HostRandomState.get(), mesh.control_world, 0).set()
+
+
+def share_weights(module: nn.Module, mesh: Mesh) -> bool:
+    """Give every rank the parameters and buffers of rank 0, so that replicas start equal whatever the user seeded.
+
+    Each rank has built the whole module. Checksums are compared first, and nothing else is sent when they agree.
+
+    Returns:
+        Whether the weights had to be sent.
+
+    Raises:
+        ConfigError: if the ranks built different modules.
+    """
+    if mesh.world.size == 1:
+        return False
+    tensors = [t.data for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta"]
+    count = torch.tensor([len(tensors), sum(tensor.numel() for tensor in tensors)])
+    if _differs(count, mesh):
+        raise ConfigError(
+            "The ranks built modules with different parameters or buffers, so they cannot train together. Build the same"
+            " module everywhere: nothing in its construction may depend on the rank."
+        )
+    if not tensors or not _differs(torch.stack([_checksum(tensor) for tensor in tensors]), mesh):
+        return False
+    for tensor in tensors:
+        whole = tensor.cpu().contiguous()
+        dist.broadcast(whole.view(-1).view(torch.uint8), 0, group=mesh.control_world.group)
+        tensor.copy_(whole)
+    return True
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """A number that differs for tensors that differ in any bit (but for freak coincidence)."""
+    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    padded = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
+    places = torch.arange(1, padded.numel() + 1, dtype=torch.int64)
+    return (padded * (2 * places + 1)).sum()
+
+
+def _differs(values: Tensor, mesh: Mesh) -> bool:
+    low, high = values.clone(), values.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN, group=mesh.control_world.group)
+    dist.all_reduce(high, dist.ReduceOp.MAX, group=mesh.control_world.group)
+    return not torch.equal(low, high)

@@ -1,0 +1,286 @@
+"""One batch: from Lightning's call to the engine and back, with gradients, logs and outputs as under one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_3d.collectives import all_reduce
+from lightning_3d.config import ParallelConfig, micro_batch_count
+from lightning_3d.errors import ConfigError
+from lightning_3d.mesh import Mesh
+from lightning_3d.pipeline.engine import Step, StepTimes
+from lightning_3d.pipeline.micro_batches import MicroBatch, cut, loss_weights, piece_sizes
+from lightning_3d.precision import ThreeDPrecision
+from lightning_3d.random import mix_seed
+from lightning_3d.trainer.assembly import Assembly
+from lightning_3d.trainer.batches import BatchFacts, BatchLedger
+from lightning_3d.trainer.logs import LogRelay
+from lightning_3d.trainer.mirror import StateMirror
+from lightning_3d.trainer.outputs import combine
+from lightning_3d.trainer.report import StepReport
+
+
+class StepRunner:
+    """Runs the user's steps for the Trainer.
+
+    Without a pipeline and with one micro-batch the step runs as under any strategy: Lightning's closure calls forward,
+    ``zero_grad`` and backward in its order. Otherwise the engine runs forward and backward of all micro-batches within
+    :meth:`training_step`; the fresh gradients are set aside while Lightning zeroes the old ones, and put back in
+    :meth:`backward`, so that every hook fires in Lightning's order, once, and sees what it would see.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        assembly: Assembly,
+        config: ParallelConfig,
+        mesh: Mesh,
+        precision: ThreeDPrecision,
+        ledger: BatchLedger,
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._assembly = assembly
+        self._config = config
+        self._mesh = mesh
+        self._precision = precision
+        self._ledger = ledger
+        self._relay = LogRelay(module, mesh)
+        blocks = [block for chunk in assembly.stage.blocks.values() for block in chunk]
+        self._report = StepReport(module, mesh, self._relay, StateMirror(module, skip=blocks))
+        self._loss_factor: float | Tensor = 1.0
+        self._fresh: list[tuple[Tensor, Tensor | None]] | None = None
+        self._in_engine = False
+        self.times = StepTimes()
+        """Where the last training step's time went on this rank."""
+        self._refuse_impossible()
+
+    # --- training --------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any) -> Any:
+        """The user's ``training_step`` on a batch; with the engine, its backward too."""
+        facts = self._ledger.current
+        pieces = self._pieces(args[0], facts, training=True)
+        self._in_engine = self._mesh.pp.size > 1 or len(pieces) > 1
+        if self._mesh.world.size == 1 and not self._in_engine:
+            with self._precision.train_step_context():
+                return self._module.training_step(*args)
+        weights, factors = self._weigh(pieces, facts)
+        self._begin(facts, len(pieces))
+        call = self._caller("training", self._module.training_step, args, weights)
+        if not self._in_engine:
+            self._loss_factor = factors[0]
+            return self._report.publish(self._run_alone(call, pieces[0]))
+
+        window_starts = self._batch_idx % self._trainer.accumulate_grad_batches == 0
+        old = self._set_old_gradients_aside() if window_starts else None
+
+        def backward(result: Any, piece: MicroBatch) -> None:
+            loss = _loss_of(result)
+            scaled = loss * (factors[piece.index] / self._trainer.accumulate_grad_batches)
+            self._module.backward(self._precision.scale_loss(scaled))
+
+        engine = self._assembly.engine
+        outputs = engine.run(Step(pieces=pieces, call=call, backward=backward, sync=self._sync, mode="train"))
+        self._assembly.sharding.finish(self._sync)
+        self.times = engine.times
+        if old is not None:
+            self._fresh = [(p, p.grad) for p in self._parameters]
+            for parameter, gradient in old:
+                parameter.grad = gradient
+        return self._report.publish(self._combined(outputs, weights, pieces))
+
+    def backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward of what :meth:`training_step` returned, with the hooks around it."""
+        loss = self._precision.pre_backward(loss, self._module)
+        if self._in_engine:
+            self._put_gradients_back()
+        else:
+            sharding, sync = self._assembly.sharding, self._sync
+            sharding.prepare_backward(0, last_of_chunk=True, last_of_step=True, sync=sync)
+            weighted = loss if isinstance(self._loss_factor, float) and self._loss_factor == 1 else loss * self._loss_factor
+            self._precision.backward(weighted, self._module, optimizer, *args, **kwargs)
+            sharding.finish(sync)
+        return self._precision.post_backward(loss, self._module)
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [item.param for item in self._assembly.sharding.owned]
+
+    @property
+    def _batch_idx(self) -> int:
+        return self._trainer.fit_loop.epoch_loop.batch_idx
+
+    @property
+    def _sync(self) -> bool:
+        """Whether the optimizer steps after this batch."""
+        return not self._module.automatic_optimization or not self._trainer.fit_loop._should_accumulate()
+
+    def _set_old_gradients_aside(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Take the last step's gradients off the parameters, and keep them only if user code may look at them."""
+        module = self._module
+        looks = is_overridden("on_before_zero_grad", module) or is_overridden("optimizer_zero_grad", module)
+        looks = looks or any(is_overridden("on_before_zero_grad", item, pl.Callback) for item in self._trainer.callbacks)
+        old = [(parameter, parameter.grad if looks else None) for parameter in self._parameters]
+        for parameter, _ in old:
+            parameter.grad = None
+        return old
+
+    def _put_gradients_back(self) -> None:
+        for parameter, gradient in self._fresh or ():
+            if parameter.grad is None:
+                parameter.grad = gradient
+            elif gradient is not None:  # the user's `optimizer_zero_grad` keeps gradients on purpose
+                parameter.grad = parameter.grad + gradient
+        self._fresh = None
+
+    # --- evaluation ------------------------------------------------------------------------------------------------
+
+    def evaluation_step(self, mode: str, *args: Any) -> Any:
+        """The user's ``validation_step``, ``test_step`` or ``predict_step`` on a batch.
+
+        Args:
+            mode: ``"validation"``, ``"test"`` or ``"predict"``.
+            *args: The batch and what else Lightning passes.
+        """
+        step_fn = getattr(self._module, f"{mode}_step")
+        if self._mesh.world.size == 1:
+            with self._context(mode):
+                return step_fn(*args)
+        facts = self._ledger.current
+        pieces = self._pieces(args[0], facts, training=False)
+        weights, _ = self._weigh(pieces, facts)
+        self._begin(facts, len(pieces))
+        call = self._caller(mode, step_fn, args, weights)
+        if self._mesh.pp.size == 1:
+            output = self._run_alone(call, pieces[0])
+        else:
+            outputs = self._assembly.engine.run(Step(pieces=pieces, call=call, mode=mode))
+            output = self._combined(outputs, weights, pieces)
+        self._assembly.sharding.release()
+        return self._report.publish(output)
+
+    # --- both ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, facts: BatchFacts, num_pieces: int) -> None:
+        self._relay.begin(facts, num_pieces)
+        self._report.begin(facts.filler)
+        self._assembly.sharding.prepare_forward()
+
+    def _pieces(self, batch: Any, facts: BatchFacts, training: bool) -> list[MicroBatch]:
+        """Cut the batch. Every replica makes as many pieces, whatever its own share of a ragged batch is."""
+        stages = self._mesh.pp.size
+        if not training and stages == 1:
+            return [MicroBatch(0, batch, 0 if facts.filler else facts.size)]
+        common = max(1, -(-facts.global_size // self._mesh.dp.size))
+        count = micro_batch_count(self._config, stages, common)
+        size = self._config.micro_batch_size
+        sizes = piece_sizes(facts.size, count, size if size is not None and count * size >= facts.size else None)
+        pieces = cut(batch, sizes, getattr(self._module, "split_micro_batches", None))
+        return [MicroBatch(piece.index, piece.data, 0) for piece in pieces] if facts.filler else pieces
+
+    def _weigh(
+        self, pieces: Sequence[MicroBatch], facts: BatchFacts
+    ) -> tuple[Sequence[float | Tensor], list[float | Tensor]]:
+        """What every piece weighs in means, and by what its loss is multiplied before backward.
+
+        Gradients are averaged over replicas, so the loss of piece i is multiplied by w_i * dp / W, with W the weight of
+        all pieces of all replicas. This is the one place where losses are scaled.
+        """
+        replicas = self._mesh.dp.size
+        weigh = getattr(self._module, "micro_batch_weight", None)
+        weights = loss_weights(pieces, weigh, self._mesh.device)
+        if self._config.loss_reduction == "sum":
+            return weights, [float(replicas) if piece.size else 0.0 for piece in pieces]
+        if weigh is None:
+            return weights, [float(w) * replicas / facts.global_size for w in weights]
+        total = all_reduce(torch.stack([torch.as_tensor(w) for w in weights]).sum(), self._mesh.dp)
+        return weights, [w * replicas / total for w in weights]
+
+    def _caller(
+        self, mode: str, step_fn: Callable[..., Any], args: Sequence[Any], weights: Sequence[float | Tensor]
+    ) -> Callable[[MicroBatch], Any]:
+        number = mix_seed(mode, self._batches_seen)
+
+        def call(piece: MicroBatch) -> Any:
+            with ExitStack() as stack:
+                stack.enter_context(self._context(mode))
+                stack.enter_context(self._assembly.streams.micro_batch(number, piece.index))
+                stack.enter_context(self._relay.recording(piece.size, weights[piece.index]))
+                return step_fn(piece.data, *args[1:])
+
+        return call
+
+    def _context(self, mode: str) -> Any:
+        contexts = {
+            "training": self._precision.train_step_context,
+            "validation": self._precision.val_step_context,
+            "test": self._precision.test_step_context,
+            "predict": self._precision.predict_step_context,
+        }
+        return contexts[mode]()
+
+    def _run_alone(self, call: Callable[[MicroBatch], Any], piece: MicroBatch) -> Any:
+        return self._assembly.stage(lambda: call(piece), 0, _nothing_arrives)[1]
+
+    def _combined(
+        self, outputs: Sequence[Any], weights: Sequence[float | Tensor], pieces: Sequence[MicroBatch]
+    ) -> Any:
+        if not outputs:
+            return None
+        if outputs[0] is None and self._trainer.state.stage is RunningStage.TRAINING:
+            _loss_of(None)
+        if all(not piece.size for piece in pieces):
+            weights = [1.0] * len(pieces)
+        whole = combine(outputs, weights, [max(1, piece.size) for piece in pieces])
+        if self._config.loss_reduction == "sum" and self._trainer.state.stage is RunningStage.TRAINING:
+            loss = sum(_loss_of(output) for output in outputs)
+            return {**whole, "loss": loss} if isinstance(whole, dict) else loss
+        return whole
+
+    @property
+    def _batches_seen(self) -> int:
+        loop = self._trainer._active_loop
+        progress = getattr(getattr(loop, "epoch_loop", loop), "batch_progress", None)
+        return progress.total.ready if progress is not None else 0
+
+    def _refuse_impossible(self) -> None:
+        stages, count = self._mesh.pp.size, self._config.num_micro_batches or 1
+        if not self._module.automatic_optimization and (stages > 1 or count > 1 or self._config.micro_batch_size):
+            raise ConfigError(
+                "This module optimizes manually (automatic_optimization=False), but its batches are cut into"
+                f" micro-batches (pipeline_parallel={stages}, num_micro_batches={self._config.num_micro_batches},"
+                f" micro_batch_size={self._config.micro_batch_size}), whose backward passes the pipeline interleaves. Use"
+                " pipeline_parallel=1 without micro-batches, where tensor parallelism and ZeRO work with manual"
+                " optimization, or let Lightning optimize."
+            )
+        if stages > 1 and is_param_in_hook_signature(self._module.training_step, "dataloader_iter", explicit=True):
+            raise ConfigError(
+                "training_step(dataloader_iter) fetches its own batches, so they cannot be cut into micro-batches for"
+                f" pipeline_parallel={stages}. Take `batch` as argument instead, or use pipeline_parallel=1."
+            )
+
+
+def _loss_of(result: Any) -> Tensor:
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(loss, Tensor):
+        raise ConfigError(
+            f"training_step returned {type(result).__name__} where a loss is needed: a tensor, or a dict with the key"
+            " 'loss'. Steps cannot be skipped by returning None when several ranks train together."
+        )
+    return loss
+
+
+def _nothing_arrives(positions: list[int], placeholders: Any) -> list[Tensor]:
+    raise AssertionError("without a pipeline nothing arrives from other stages")
