@@ -38,6 +38,8 @@ class Windows(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         """Return window ``index`` as ``int64`` tokens of shape ``[length + 1]``."""
+        if not 0 <= index < self.count:
+            raise IndexError(f"Window {index} of {self.count}.")
         start = index * self.available // self.count * self.length
         return self.data[start : start + self.length + 1].long()
 
