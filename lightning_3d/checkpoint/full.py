@@ -17,7 +17,7 @@ from lightning_3d.checkpoint.layout import box
 from lightning_3d.checkpoint.load import stored_state_dict, torch_load
 from lightning_3d.checkpoint.optimizer_state import OptimizerRecord, stored_record
 from lightning_3d.checkpoint.reader import StoredTensor, read_index
-from lightning_3d.checkpoint.save import OTHER_OPTIONS
+from lightning_3d.checkpoint.save import EXTRA_STATE, OTHER_OPTIONS
 from lightning_3d.checkpoint.state import MODEL, Entry, ModelState, model_entries
 from lightning_3d.checkpoint.writer import Piece, refuse_collisions, share_out
 from lightning_3d.collectives import all_gather_object
@@ -69,13 +69,14 @@ def iterate_full(state: ModelState, mesh: Mesh) -> Iterator[tuple[str, Tensor | 
         yield key.removeprefix(MODEL), full
 
 
-def consolidate(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+def consolidate(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
     """The plain state dict in a checkpoint directory: full tensors under the original keys, tied ones shared.
 
     One process, no process group. Raises ``CheckpointError`` as :func:`~lightning_3d.checkpoint.read` does.
     """
     folder, manifest = read_manifest(path)
-    return _read_all(stored_state_dict(folder, manifest, read_index(folder)))
+    extra = torch_load(folder / TRAINER, weights_only).get(EXTRA_STATE, {})
+    return _read_all(stored_state_dict(folder, manifest, read_index(folder), extra))
 
 
 def to_lightning(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
@@ -91,7 +92,8 @@ def to_lightning(path: str | os.PathLike[str], weights_only: bool | None = None)
     if HYPER_PARAMETERS in manifest.files:
         checkpoint.update(torch_load(folder / HYPER_PARAMETERS, weights_only))
     other = checkpoint.pop(OTHER_OPTIONS, None)
-    checkpoint["state_dict"] = _read_all(stored_state_dict(folder, manifest, index))
+    extra = checkpoint.pop(EXTRA_STATE, {})
+    checkpoint["state_dict"] = _read_all(stored_state_dict(folder, manifest, index, extra))
     if manifest.optimizers:
         checkpoint["optimizer_states"] = [
             _numbered(stored_record(number, manifest, index, other and other[number], {}))
@@ -100,13 +102,16 @@ def to_lightning(path: str | os.PathLike[str], weights_only: bool | None = None)
     return checkpoint
 
 
-def _read_all(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+def _read_all(stored: Mapping[str, Any]) -> dict[str, Any]:
     tensors: dict[str, Tensor] = {}
-    return {key: tensors.setdefault(tensor.key, _once(tensors, tensor)) for key, tensor in stored.items()}
-
-
-def _once(tensors: Mapping[str, Tensor], tensor: StoredTensor) -> Tensor:
-    return tensors[tensor.key] if tensor.key in tensors else tensor.read()
+    full: dict[str, Any] = {}
+    for key, value in stored.items():
+        if isinstance(value, StoredTensor):
+            if value.key not in tensors:
+                tensors[value.key] = value.read()
+            value = tensors[value.key]
+        full[key] = value
+    return full
 
 
 def _numbered(record: OptimizerRecord) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from lightning_3d.checkpoint.directory import HYPER_PARAMETERS, TRAINER, Manifes
 from lightning_3d.checkpoint.names import by_original_name, listed
 from lightning_3d.checkpoint.optimizer_state import load_optimizers, stored_record
 from lightning_3d.checkpoint.reader import Source, StoredTensor, fill, read_index
-from lightning_3d.checkpoint.save import OTHER_OPTIONS, RANK_STATE
+from lightning_3d.checkpoint.save import EXTRA_STATE, OTHER_OPTIONS, RANK_STATE
 from lightning_3d.checkpoint.state import MODEL, ModelState, shard_of
 from lightning_3d.errors import CheckpointError
 from lightning_3d.mesh import Mesh
@@ -42,7 +42,7 @@ def read(path: str | os.PathLike[str], mesh: Mesh, weights_only: bool | None = N
     return together(mesh, f"Loading {path}", lambda: _read(path, mesh, weights_only))
 
 
-def load_model(values: Mapping[str, Source], state: ModelState, mesh: Mesh, strict: bool = True) -> None:
+def load_model(values: Mapping[str, Any], state: ModelState, mesh: Mesh, strict: bool = True) -> None:
     """Fill this rank's parameters and buffers, in place; collective.
 
     Args:
@@ -104,7 +104,7 @@ def _read(path: str | os.PathLike[str], mesh: Mesh, weights_only: bool | None) -
     checkpoint: dict[str, Any] = torch_load(folder / TRAINER, weights_only)
     if HYPER_PARAMETERS in manifest.files:
         checkpoint.update(_hyper_parameters(folder / HYPER_PARAMETERS, weights_only))
-    checkpoint["state_dict"] = stored_state_dict(folder, manifest, index)
+    checkpoint["state_dict"] = stored_state_dict(folder, manifest, index, checkpoint.pop(EXTRA_STATE, {}))
     own, same = _rank_content(folder, manifest, mesh)
     other_options = checkpoint.pop(OTHER_OPTIONS, None)
     if manifest.optimizers:
@@ -117,10 +117,23 @@ def _read(path: str | os.PathLike[str], mesh: Mesh, weights_only: bool | None) -
     return checkpoint
 
 
-def stored_state_dict(folder: Path, manifest: Manifest, index: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The model's stored tensors under all keys of its state dict, in order."""
-    stored = {}
+def _set_extra_state(key: str, value: Any, state: ModelState) -> None:
+    if state.module is None:
+        raise CheckpointError(f"{key!r} is extra state of a module, and no module was given to set it on.")
+    prefix = key.rpartition(".")[0]
+    modules = by_original_name(dict(state.module.named_modules()), "modules")
+    modules[prefix].set_extra_state(value)
+
+
+def stored_state_dict(
+    folder: Path, manifest: Manifest, index: Mapping[str, StoredTensor], extra_state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The model's stored tensors, and the extra state of its modules, under all keys of its state dict, in order."""
+    stored: dict[str, Any] = {}
     for key in manifest.keys:
+        if key in extra_state:
+            stored[key] = extra_state[key]
+            continue
         tensor = index.get(MODEL + key) or index.get(MODEL + manifest.ties.get(key, key))
         if tensor is None:
             raise CheckpointError(f"{folder} lists {key!r} but holds no tensor of that name: it is damaged.")
@@ -162,13 +175,13 @@ def _rank_content(folder: Path, manifest: Manifest, mesh: Mesh) -> tuple[dict[st
     return (torch_load(folder / name, True) if name in manifest.files else {}), same
 
 
-def _load_model(values: Mapping[str, Source], state: ModelState, mesh: Mesh, strict: bool) -> None:
+def _load_model(values: Mapping[str, Any], state: ModelState, mesh: Mesh, strict: bool) -> None:
     values = by_original_name(values, "entries of the checkpoint's state dict")
     aliases: dict[str, list[str]] = {}
     for alias, first in state.ties.items():
         aliases.setdefault(first, []).append(alias)
 
-    def source_of(name: str) -> Source | None:
+    def source_of(name: str) -> Any:
         first = state.first_name(name)
         return next((values[key] for key in (name, first, *aliases.get(first, ())) if key in values), None)
 
@@ -185,3 +198,6 @@ def _load_model(values: Mapping[str, Source], state: ModelState, mesh: Mesh, str
         source = source_of(name)
         if source is not None:
             fill(shard_of(name, tensor, state.cut_of(name), mesh), source)
+    for key, value in values.items():
+        if key in state.keys and not isinstance(value, Source):
+            _set_extra_state(key, value, state)

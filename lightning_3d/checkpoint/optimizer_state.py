@@ -133,7 +133,7 @@ def _state_value(key: str, value: Any, parameter: Tensor, own: Entry) -> Any:
     if not isinstance(value, (Tensor, StoredTensor)):
         return value
     if tuple(value.shape) != own.shape or not own.shape:
-        if own.tensor.numel() != torch.Size(own.shape).numel() and len(value.shape) > 0:
+        if not own.whole and len(value.shape) > 0:
             raise CheckpointError(
                 f"The optimizer's {key!r} of {own.key!r} has shape {tuple(value.shape)}, unlike the parameter's"
                 f" {own.shape}, so it cannot be shared out with the parameter."

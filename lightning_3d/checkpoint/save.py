@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import torch
 from lightning_3d.checkpoint import directory
 from lightning_3d.checkpoint.agreement import together
 from lightning_3d.checkpoint.directory import HYPER_PARAMETERS, TRAINER, Manifest, rank_file, write_file
-from lightning_3d.checkpoint.names import by_original_name
+from lightning_3d.checkpoint.names import by_original_name, listed
 from lightning_3d.checkpoint.options import encode_options
-from lightning_3d.checkpoint.state import ModelState, OptimizerParts, model_entries, optimizer_parts
+from lightning_3d.checkpoint.state import MODEL, ModelState, OptimizerParts, extra_state, model_entries, optimizer_parts
 from lightning_3d.checkpoint.writer import write_tensors
 from lightning_3d.collectives import all_gather_object, broadcast_object
 from lightning_3d.errors import CheckpointError
@@ -25,6 +26,7 @@ HYPER_PARAMETER_KEYS = tuple(
     prefix + key for prefix in ("", "datamodule_") for key in ("hyper_parameters", "hparams_name", "hparams_type")
 )
 OTHER_OPTIONS = "lightning_3d.optimizer_options"
+EXTRA_STATE = "lightning_3d.extra_state"
 RANK_STATE = "lightning_3d.rank_state"
 
 
@@ -78,21 +80,20 @@ def _write(target: Path, checkpoint: Mapping[str, Any], state: ModelState, mesh:
     write_tensors(folder, [*entries, *(entry for part in parts for entry in part.entries)], mesh)
 
     together(mesh, "Saving", lambda: _write_rank_file(folder, parts, mesh, rank_state))
-    scalars = all_gather_object([part.scalars for part in parts], mesh.control_world)
-    extra = [key for key in values if key not in state.keys]
-    given = bool(checkpoint.get("state_dict"))
-    kept = [key for key in state.keys if not given or key in values or state.first_name(key) in values]
+    notes = all_gather_object(_notes(checkpoint, values, parts, state), mesh.control_world)
+    modules_extra = {key: value for note in reversed(notes) for key, value in note.extra.items()}
 
     def finish() -> None:
         if mesh.rank:
             return
         groups, other_options = _groups(checkpoint, state)
-        _write_trainer_files(folder, checkpoint, other_options)
+        with_extra = {**checkpoint, EXTRA_STATE: modules_extra} if modules_extra else checkpoint
+        _write_trainer_files(folder, with_extra, other_options)
         optimizers = [
             {
                 "class": type(state.optimizers[index]).__name__,
                 "groups": groups[index],
-                "scalars": {name: values for rank in scalars for name, values in rank[index].items()},
+                "scalars": {name: values for note in notes for name, values in note.scalars[index].items()},
             }
             for index in range(len(parts))
         ]
@@ -100,7 +101,7 @@ def _write(target: Path, checkpoint: Mapping[str, Any], state: ModelState, mesh:
             layout={"pp": mesh.pp.size, "dp": mesh.dp.size, "tp": mesh.tp.size, **state.layout},
             epoch=int(checkpoint.get("epoch", 0)),
             global_step=int(checkpoint.get("global_step", 0)),
-            keys=[*kept, *extra],
+            keys=_keys(notes, state, {*modules_extra, *_written(folder)}),
             ties=dict(state.ties),
             optimizers=optimizers,
             files={file.name: file.stat().st_size for file in sorted(folder.iterdir())},
@@ -109,6 +110,48 @@ def _write(target: Path, checkpoint: Mapping[str, Any], state: ModelState, mesh:
         directory.publish(target)
 
     together(mesh, f"Saving to {target}", finish)
+
+
+@dataclass(frozen=True)
+class _Notes:
+    """What rank 0 must know of every rank to write the manifest."""
+
+    extra: dict[str, Any]
+    """Extra state of modules."""
+    dropped: set[str]
+    """Names that a hook took out of the state dict."""
+    added: list[str]
+    """Names that a hook put into it."""
+    scalars: list[dict[str, dict[str, Any]]]
+    """Per optimizer the numbers of its state, by parameter name and key."""
+
+
+def _notes(
+    checkpoint: Mapping[str, Any], values: Mapping[str, Any], parts: Sequence[OptimizerParts], state: ModelState
+) -> _Notes:
+    given = {state.first_name(key) for key in values} if checkpoint.get("state_dict") else set(state.owned)
+    known = set(state.keys)
+    return _Notes(
+        extra=extra_state(state, values),
+        dropped=set(state.owned) - given,
+        added=[key for key in values if key not in known],
+        scalars=[part.scalars for part in parts],
+    )
+
+
+def _keys(notes: Sequence[_Notes], state: ModelState, written: set[str]) -> list[str]:
+    """The keys that the state dict in the checkpoint has, in order."""
+    dropped = {name for note in notes for name in note.dropped}
+    keys = [key for key in state.keys if state.first_name(key) not in dropped]
+    missing = [key for key in keys if state.first_name(key) not in written]
+    if missing:
+        raise CheckpointError(f"No rank holds {listed(missing)}, so the checkpoint would be incomplete.")
+    return list(dict.fromkeys([*keys, *(key for note in notes for key in note.added)]))
+
+
+def _written(folder: Path) -> set[str]:
+    tensors = directory.read_json(folder / directory.INDEX)["tensors"]
+    return {key.removeprefix(MODEL) for key in tensors if key.startswith(MODEL)}
 
 
 def _version() -> str:

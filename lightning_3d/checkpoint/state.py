@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -35,7 +35,9 @@ class ModelState:
     keys: Sequence[str]
     """Keys of the whole module's state dict, in order (:func:`~lightning_3d.checkpoint.names.state_dict_keys`)."""
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
-    """The persistent buffers that this rank answers for; one given on several stages must be equal on them."""
+    """The persistent buffers of this rank's modules. Those of replica 0 are saved, as one process has one of each."""
+    borrowed: frozenset[str] = frozenset()
+    """Buffers (and parameters) that are loaded here but saved by another stage, which holds the truth about them."""
     ties: Mapping[str, str] = field(default_factory=dict)
     """Second names of tied parameters, each with the first name."""
     cuts: Mapping[str, Cut] = field(default_factory=dict)
@@ -44,6 +46,8 @@ class ModelState:
     groups: Sequence[Sequence[Sequence[str]]] | None = None
     """Per optimizer and group the parameter names of the *whole* model, in the order of ``configure_optimizers``;
     ``None`` reads them from the optimizers, whose groups must then still hold the placeholders."""
+    module: nn.Module | None = None
+    """Whose ``set_extra_state`` is called on loading; needed only where a submodule has extra state."""
     layout: Mapping[str, Any] = field(default_factory=dict)
     """What else describes the run (ZeRO stage, schedule, virtual stages): recorded, and shown by tools."""
 
@@ -54,6 +58,7 @@ class ModelState:
         object.__setattr__(self, "keys", tuple(dict.fromkeys(original_name(key) for key in self.keys)))
         ties = {original_name(alias): original_name(first) for alias, first in self.ties.items()}
         object.__setattr__(self, "ties", ties)
+        object.__setattr__(self, "borrowed", frozenset(original_name(name) for name in self.borrowed))
         groups = group_names(self.optimizers, self.parameters) if self.groups is None else self.groups
         object.__setattr__(self, "groups", [self._first_names(of_optimizer) for of_optimizer in groups])
 
@@ -82,11 +87,18 @@ class ModelState:
 
     @property
     def owned(self) -> dict[str, Tensor]:
-        """The parameters and buffers of this rank by first name, one copy of each."""
+        """The parameters and buffers that this rank saves, by first name, one copy of each."""
         owned: dict[str, Tensor] = {}
         for name, tensor in self.held:
-            owned.setdefault(name, tensor)
+            if name not in self.borrowed:
+                owned.setdefault(name, tensor)
         return owned
+
+    def local_state_dict(self) -> dict[str, Tensor]:
+        """This rank's tensors under the whole module's keys, in order; placeholders for parameters of other stages."""
+        here = {**self.parameters, **self.buffers, **dict(reversed(self.held))}
+        named = {key: here.get(self.first_name(key), here.get(key)) for key in self.keys}
+        return {key: tensor.detach() for key, tensor in named.items() if tensor is not None}
 
     def cut_of(self, name: str) -> Cut | None:
         """How tensor parallelism cut the parameter ``name``, known under any of its names."""
@@ -110,6 +122,11 @@ class Entry:
     chunks: tuple[Chunk, ...]
     tensor: Tensor
     """This rank's plain tensor, without gradient."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank holds all of it."""
+        return self.tensor.numel() == math.prod(self.shape)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -151,7 +168,21 @@ def shard_of(name: str, tensor: Tensor, cut: Cut | None, mesh: Mesh) -> Entry:
     return Entry(name, shape, local_chunks(shape, tp_share, dp_share), local)
 
 
-def model_entries(state: ModelState, values: Mapping[str, Tensor], mesh: Mesh) -> list[Entry]:
+def extra_state(state: ModelState, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What modules of this stage put into the state dict besides tensors (``get_extra_state``), by key."""
+    held = {name: not is_placeholder(parameter) for name, parameter in state.parameters.items()}
+    extra = {}
+    for key, value in values.items():
+        if isinstance(value, Tensor):
+            continue
+        prefix = key.rpartition(".")[0]
+        own = [here for name, here in held.items() if not prefix or name.startswith(prefix + ".")]
+        if any(own) or not own:
+            extra[key] = value
+    return extra
+
+
+def model_entries(state: ModelState, values: Mapping[str, Any], mesh: Mesh) -> list[Entry]:
     """Entries of the parameters and buffers that this rank holds.
 
     Args:
@@ -163,16 +194,19 @@ def model_entries(state: ModelState, values: Mapping[str, Tensor], mesh: Mesh) -
     owned = state.owned
     chosen: dict[str, Tensor] = {}
     for name, value in values.items():
-        if not is_placeholder(value):
+        if isinstance(value, Tensor) and not is_placeholder(value):
             chosen.setdefault(state.first_name(name), value)
     entries = []
     for name, value in chosen.items():
         live = owned.get(name)
         if live is None:
-            if name not in state.keys:
+            if name not in state.keys and name not in state.borrowed:
                 entries.append(shard_of(MODEL + name, value, None, mesh))
             continue
         entry = shard_of(MODEL + name, live, state.cut_of(name), mesh)
+        if name in state.buffers and (mesh.dp.rank or mesh.tp.rank) and entry.whole:
+            # Running statistics differ between replicas; a mixture of them would be nobody's.
+            continue
         local = plain(value)
         if local.shape != entry.tensor.shape:
             raise CheckpointError(
@@ -247,8 +281,7 @@ def _optimizer_entry(key: str, value: Tensor, own: Entry, parameter: Tensor) -> 
     placed_alike = _placements(value) in (_placements(parameter), (None, None))
     if local.dim() > 0 and local.shape == own.tensor.shape and placed_alike:
         return Entry(key, own.shape, own.chunks, local)
-    whole = own.tensor.numel() == torch.Size(own.shape).numel()
-    if local.dim() == 0 or (whole and not isinstance(value, DTensor)):
+    if local.dim() == 0 or (own.whole and not isinstance(value, DTensor)):
         return Entry(key, tuple(local.shape), local_chunks(local.shape), local)
     return None
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import random
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.checkpoint import full_state_dict, load, read, save
+from lightning_3d.checkpoint import consolidate, full_state_dict, load, read, save
 from lightning_3d.config import Sizes
 from lightning_3d.errors import CheckpointError
-from tests.checkpoint_model import BLOCKS, build, cut_of
-from tests.harness import run_ranks
+from lightning_3d.mesh import build_mesh
+from tests.checkpoint_model import BLOCKS, Model, build, cut_of
+from tests.harness import _context, run_ranks
 
 ONE = Sizes(pp=1, dp=1, tp=1)
+MESH = build_mesh(ONE, torch.device("cpu"))
 LAYOUTS = [
     Sizes(pp=2, dp=2, tp=2),
     Sizes(pp=1, dp=1, tp=4),
@@ -158,6 +163,34 @@ def test_live_parameters_are_gathered_on_rank_zero_only(tmp_path):
     assert all(other == {} for other in others)
 
 
+def stage_by_stage(rank, world, folder):
+    """Each stage gives only its own names, drops one and adds one; the last stage holds the truth about a buffer."""
+    built = build(Sizes(pp=2, dp=2, tp=1))
+    seen = torch.tensor(float(built.mesh.pp.rank * 10 + built.mesh.dp.rank))
+    state = dataclasses.replace(
+        built.state,
+        buffers={**built.state.buffers, "seen": seen},
+        keys=[*built.state.keys, "seen"],
+        borrowed=frozenset() if built.mesh.pp.is_last else frozenset({"seen"}),
+    )
+    whole = list(state.local_state_dict())
+    values = {**state.owned, f"added{built.mesh.pp.rank}": torch.ones(2)}
+    for name in ("blocks.0.norm.weight", "blocks.3.norm.weight"):
+        values.pop(name, None)
+    save(folder, {"state_dict": values}, state, built.mesh)
+    load(folder, state, built.mesh, strict=False)
+    return whole, float(seen)
+
+
+def test_stages_that_know_only_their_own_names_make_one_whole(tmp_path):
+    keys = [*Model().state_dict(), "seen"]
+    for whole, seen in run_ranks(stage_by_stage, 4, tmp_path / "c"):
+        assert set(whole) <= set(keys) and set(whole) >= {key for key in keys if not key.endswith("seen")}
+        assert seen == 10.0
+    kept = [key for key in keys if key not in ("blocks.0.norm.weight", "blocks.3.norm.weight")]
+    assert list(consolidate(tmp_path / "c")) == [*kept, "added0", "added1"]
+
+
 def collide(rank, world, folder):
     built = build(Sizes(pp=2, dp=1, tp=1))
     buffers = {**built.state.buffers, "blocks.0.norm.extra": torch.full((2,), float(rank))}
@@ -270,3 +303,33 @@ def test_blocks_are_numbered_as_in_the_whole_model(tmp_path):
     run_ranks(saved_at, 4, Sizes(pp=4, dp=1, tp=1), tmp_path / "c")
     keys = json.loads((tmp_path / "c" / "layout.json").read_text())["keys"]
     assert {key.split(".")[1] for key in keys if key.startswith("blocks")} == {str(index) for index in range(BLOCKS)}
+
+
+def keep_saving(folder, started):
+    torch.set_num_threads(1)
+    built = build(ONE)
+    for step in range(1000):
+        save(folder / "last", {"global_step": step}, built.state, built.mesh)
+        save(folder / f"step{step}", {"global_step": step}, built.state, built.mesh)
+        started.set()
+
+
+def test_a_kill_at_any_moment_leaves_what_was_finished_and_nothing_that_loads_wrongly(tmp_path):
+    context = _context()
+    delays, keys = random.Random(0), list(Model().state_dict())
+    for attempt in range(6):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        started = context.Event()
+        process = context.Process(target=keep_saving, args=(folder, started), daemon=True)
+        process.start()
+        assert started.wait(30)
+        time.sleep(delays.random() * 0.3)
+        process.kill()
+        process.join()
+        steps = sorted(int(path.name[4:]) for path in folder.glob("step*"))
+        assert steps == list(range(len(steps)))
+        for path in folder.glob("step*"):
+            assert read(path, MESH)["global_step"] == int(path.name[4:])
+            assert list(consolidate(path)) == keys
+        assert read(folder / "last", MESH)["global_step"] - steps[-1] in (0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -232,6 +233,27 @@ def test_a_model_without_optimizers_in_the_dict_is_saved_alone(tmp_path):
     save(tmp_path / "c", {"state_dict": model.state_dict()}, state_of(model, optimizer), MESH)
     assert "optimizer_states" not in read(tmp_path / "c", MESH)
     assert "exp_avg" not in (tmp_path / "c" / "tensors.json").read_text()
+
+
+def test_extra_state_of_modules_is_kept(tmp_path):
+    class Counting(nn.Linear):
+        count = 0
+
+        def get_extra_state(self):
+            return {"count": self.count}
+
+        def set_extra_state(self, state):
+            self.count = state["count"]
+
+    model, other = nn.Sequential(Counting(2, 2), nn.Linear(2, 2)), nn.Sequential(Counting(2, 2), nn.Linear(2, 2))
+    model[0].count = 5
+    save(tmp_path / "c", {"state_dict": model.state_dict()}, state_of(model), MESH)
+    full = consolidate(tmp_path / "c")
+    assert list(full) == list(model.state_dict()) and full["0._extra_state"] == {"count": 5}
+    load(tmp_path / "c", dataclasses.replace(state_of(other), module=other), MESH)
+    assert other[0].count == 5
+    with pytest.raises(CheckpointError, match=r"'0\._extra_state' is extra state"):
+        load(tmp_path / "c", state_of(other), MESH)
 
 
 # What must not be loaded
