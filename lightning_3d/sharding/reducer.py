@@ -50,13 +50,13 @@ class BucketReducer:
     """Collects gradients of whole parameters and averages them over the dp axis.
 
     Each gradient is added to its place in a bucket as soon as autograd has made it and is not kept elsewhere, so
-    micro-batches cost no second copy, low-precision gradients are summed in the type of the reduction, and DTensor
-    parameters need no DTensor arithmetic. During the last backward a full bucket is sent at once. Buckets are sent in
-    one fixed order, so replicas that skip different layers still pair up.
+    micro-batches cost no second copy, and low-precision gradients are summed in the type of the reduction. During the
+    last backward a full bucket is sent at once. Buckets are sent in one fixed order, so replicas that skip different
+    layers still pair up.
 
     Args:
         parameters: Parameters with the chunk each belongs to (``None``: to several or to none), in registration order.
-        axis: The dp axis; with size 1 gradients are only collected.
+        axis: The dp axis, of more than one replica.
         reduce_dtype: Type in which gradients are summed; ``None``: float32, or the parameter's own if that is wider.
         bucket_bytes: A bucket is closed when it has this size.
         overlap: Whether buckets are sent during the last backward. Not beside FSDP2, whose collectives use the same
@@ -192,7 +192,7 @@ class BucketReducer:
 
     def _send(self, bucket: _Bucket) -> None:
         self._next += 1
-        if self._axis.size == 1 or not any(slot.parameter.requires_grad for slot in bucket.slots):
+        if not any(slot.parameter.requires_grad for slot in bucket.slots):
             return
         _allocate(bucket)
         for slot in bucket.slots:

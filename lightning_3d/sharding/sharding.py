@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_3d.config import ParallelConfig
 from lightning_3d.mesh import Mesh
@@ -173,12 +172,8 @@ def build_sharding(
             ignored,
             unit_bytes,
         )
-    elif mesh.dp.size == 1:
-        # Nothing to send. Gradients of plain parameters are left to autograd; those of DTensors are collected, since
-        # adding DTensors for every micro-batch costs more than the additions.
-        whole = [parameter for parameter in whole if isinstance(parameter, DTensor)]
     reducer = None
-    if whole:
+    if whole and mesh.dp.size > 1:  # alone, gradients are left to autograd
         pairs = [(parameter, owners.get(id(parameter))) for parameter in whole]
         reducer = BucketReducer(pairs, mesh.dp, reduce_dtype, bucket_bytes, overlap=shards is None)
     final = {name: p for name, p in module.named_parameters() if not is_placeholder(p)}

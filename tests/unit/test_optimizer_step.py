@@ -1,0 +1,69 @@
+"""Which optimizers step on local tensors, and what a rank without parameters does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+
+from lightning_3d.placeholder import placeholder_parameter
+from lightning_3d.sharding.optimizer import ELEMENT_WISE, is_element_wise, local_step
+
+
+class Renamed(optim.AdamW):
+    """A subclass that only fixes its defaults."""
+
+    def __init__(self, params: object) -> None:
+        super().__init__(params, lr=0.1, betas=(0.8, 0.9))  # type: ignore[arg-type]
+
+
+class WithOwnStep(optim.AdamW):
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        super().step()
+
+
+class WithOwnInit(optim.SGD):
+    def _init_group(self, *args: object) -> bool:
+        return super()._init_group(*args)  # type: ignore[arg-type]
+
+
+def _parameter() -> nn.Parameter:
+    return nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize("kind", [*ELEMENT_WISE, Renamed])
+def test_known_optimizers_and_plain_subclasses_are_element_wise(kind: type[optim.Optimizer]) -> None:
+    for _ in range(2):  # torch wraps the step of a class when its first instance is made
+        assert is_element_wise(kind([_parameter()]))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("kind", [WithOwnStep, WithOwnInit, optim.LBFGS, optim.Adafactor, optim.SparseAdam])
+def test_optimizers_that_may_need_whole_parameters_are_not(kind: type[optim.Optimizer]) -> None:
+    for _ in range(2):
+        assert not is_element_wise(kind([_parameter()]))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}])
+def test_placeholders_are_left_out_and_put_back(options: dict[str, bool]) -> None:
+    mine = _parameter()
+    theirs = [placeholder_parameter(_parameter(), torch.device("cpu"), "theirs") for _ in range(2)]
+    optimizer = optim.AdamW([{"params": [theirs[0], mine]}, {"params": [theirs[1]], "lr": 1.0}], lr=0.1, **options)
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    state = optimizer.state
+    mine.grad = torch.ones(3)
+    with local_step(optimizer):
+        assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
+        optimizer.step()
+    assert [[id(p) for p in group["params"]] for group in optimizer.param_groups] == [
+        [id(p) for p in group] for group in groups
+    ]
+    assert optimizer.state is state and list(state) == [mine]
+    assert not torch.equal(mine, torch.ones(3))
+
+
+def test_an_error_in_the_step_puts_everything_back() -> None:
+    theirs = placeholder_parameter(_parameter(), torch.device("cpu"), "theirs")
+    optimizer = optim.SGD([_parameter(), theirs], lr=0.1)
+    with pytest.raises(RuntimeError, match="stop"), local_step(optimizer):
+        raise RuntimeError("stop")
+    assert len(optimizer.param_groups[0]["params"]) == 2
