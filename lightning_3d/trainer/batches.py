@@ -10,13 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_3d.collectives import all_gather_object, broadcast_object
+from lightning_3d.collectives import all_gather, all_gather_object, broadcast_object
 from lightning_3d.errors import ThreeDError
 from lightning_3d.mesh import Mesh, where
 from lightning_3d.trainer.host_random import GeneratorStates, HostRandomState
@@ -218,7 +217,7 @@ class _Pass:
         self.num_batches = 0
         self.ended = False
         self.started_at: Any = None
-        """The random state from which the order of this pass was drawn."""
+        """The random state from which the order of this pass was drawn; known to the readers."""
         self._source: Iterator[Any] | None = None
         self._error: BaseException | None = None
         self._last: Any = None
@@ -233,14 +232,16 @@ class _Pass:
     def _open(self, resume: dict[str, Any] | None) -> None:
         shared = self.shared
         batches = resume["batches"] if resume else 0
-        workers = getattr(shared.loader, "num_workers", 0)
+        sampler = index_sampler(shared.loader)
         before = HostRandomState.get()
         if resume and resume["random"] is not None:
             self.started_at = resume["random"]
             HostRandomState.of(self.started_at["host"]).set()
             GeneratorStates.of(shared.loader).set(self.started_at["generators"])
-        elif workers:
-            self.started_at = _random_now(shared.loader)
+        elif sampler is not None:
+            sampler.on_begin = self._note_random
+        else:
+            self._note_random()
         self.num_batches = batches
         if shared.mesh.is_replica_reader:
             try:
@@ -252,6 +253,10 @@ class _Pass:
         if shared._track:
             shared.batch_sampler.seen_batch_indices = [[] for _ in range(batches)]
 
+    def _note_random(self) -> None:
+        host, generators = HostRandomState.get(), GeneratorStates.of(self.shared.loader)
+        self.started_at = {"host": host.state, "generators": generators.get()}
+
     def _start(self, skip: int, resume: dict[str, Any] | None) -> Iterator[Any]:
         loader = self.shared.loader
         sampler = index_sampler(loader)
@@ -262,8 +267,6 @@ class _Pass:
             loader.load_state_dict(readers[self.shared.mesh.dp.rank])
             return iter(loader)
         if skip and sampler is not None:
-            if loader.num_workers:
-                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # the seed of the workers
             sampler.prepare(skip)
             return iter(loader)
         source = iter(loader)
@@ -279,8 +282,6 @@ class _Pass:
             raise StopIteration
         shared = self.shared
         mesh = shared.mesh
-        if self.started_at is None:
-            self.started_at = _random_now(shared.loader)
         if not mesh.is_replica_reader:
             (content, random), notes = shared._channel.exchange()
         else:
@@ -301,7 +302,7 @@ class _Pass:
                 raise
             # A batch that does not pickle: nothing was sent yet, so the others still wait for a header.
             text = f"This batch cannot be handed to the other ranks of the replica.\n{traceback.format_exc()}"
-            self.shared._channel.exchange((text, None), (_ERROR, 0, 0, mesh_rank(self.shared.mesh), 0))
+            self.shared._channel.exchange((text, None), (_ERROR, 0, 0, self.shared.mesh.rank, 0))
             raise ReaderError(text) from error
 
     def _read(self) -> tuple[int, Any]:
@@ -377,17 +378,8 @@ class _SeenIndices(_IndexBatchSamplerWrapper):
         self._iterator = None
 
 
-def mesh_rank(mesh: Mesh) -> int:
-    """This rank, also where there is no process group."""
-    return mesh.world.rank
-
-
 def _is_resumable(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-
-
-def _random_now(loader: Any) -> dict[str, Any]:
-    return {"host": HostRandomState.get().state, "generators": GeneratorStates.of(loader).get()}
 
 
 def _align(shared: SharedLoader) -> None:
@@ -403,7 +395,4 @@ def _gather_numbers(numbers: tuple[int, ...], mesh: Mesh) -> list[list[int]]:
     axis = mesh.control_dp
     if axis.group is None:
         return [list(numbers)]
-    mine = torch.tensor(numbers, dtype=torch.int64)
-    rows = torch.empty(axis.size * len(numbers), dtype=torch.int64)
-    dist.all_gather_into_tensor(rows, mine, group=axis.group)
-    return rows.view(axis.size, -1).tolist()
+    return all_gather(torch.tensor([numbers], dtype=torch.int64), axis).tolist()

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_3d.collectives import all_gather_object, all_reduce
+from lightning_3d.collectives import all_gather, all_gather_object, all_reduce
 from lightning_3d.errors import StageError
 from lightning_3d.mesh import Mesh
 from lightning_3d.trainer.batches import BatchFacts
@@ -167,9 +166,7 @@ class LogRelay:
         if mine is None:
             digest = hashlib.blake2b(repr(keys).encode(), digest_size=7).digest()
             mine = self._signatures[keys] = int.from_bytes(digest, "little")
-        everyones = torch.empty(axis.size, dtype=torch.int64)
-        dist.all_gather_into_tensor(everyones, torch.tensor([mine], dtype=torch.int64), group=axis.group)
-        signatures = tuple(everyones.tolist())
+        signatures = tuple(all_gather(torch.tensor([mine], dtype=torch.int64), axis).tolist())
         if len(set(signatures)) == 1:
             return keys
         # All replicas see the same signatures, so all know without a word whether these were merged before.

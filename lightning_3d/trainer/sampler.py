@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -34,6 +34,8 @@ class ReplicaSampler:
         self.axis = axis
         self.served: deque[Any] | None = None
         """What was handed out and not yet taken back, oldest first, once somebody asks for it."""
+        self.on_begin: Callable[[], None] | None = None
+        """Called just before a pass draws its order."""
         self._prepared: Iterator[Any] | None = None
 
     def share(self) -> Iterator[Any]:
@@ -47,13 +49,13 @@ class ReplicaSampler:
             pass
 
     def __iter__(self) -> Iterator[Any]:
+        # A generator: samplers draw their seed at the first item, in one process as on a replica. And a loader with
+        # workers asks twice for an iterator before it takes the first item.
         prepared, self._prepared = self._prepared, None
         if self.served is not None:
             self.served.clear()
-        # Not `self.share()` here: samplers draw their seed at the first item, in one process as on a replica.
-        return self._pass(prepared)
-
-    def _pass(self, prepared: Iterator[Any] | None) -> Iterator[Any]:
+        if prepared is None and self.on_begin is not None:
+            self.on_begin()
         for item in self.share() if prepared is None else prepared:
             if self.served is not None:
                 self.served.append(item)
