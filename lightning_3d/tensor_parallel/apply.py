@@ -1,0 +1,285 @@
+"""Carries out a plan on the model: checks it with numbers, converts layers, cuts parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from lightning_3d.collectives import chunk_sizes
+from lightning_3d.errors import PlanError
+from lightning_3d.mesh import Mesh
+from lightning_3d.placeholder import is_placeholder
+from lightning_3d.tensor_parallel.check import Verdict, check_block
+from lightning_3d.tensor_parallel.convert import convert_block, convert_column, convert_row, shape_hooks
+from lightning_3d.tensor_parallel.embedding import VocabSettings, to_vocab_parallel
+from lightning_3d.tensor_parallel.layers import is_linear
+from lightning_3d.tensor_parallel.layout import BlockLayout, LayerPlan, Position
+from lightning_3d.tensor_parallel.parameters import ParameterCut, cut_parameter, replace_parameters
+from lightning_3d.tensor_parallel.plan import BlockPlan, OutsideCut, Plan
+from lightning_3d.tensor_parallel.region import Regions
+from lightning_3d.tensor_parallel.sequence import gather_after, scatter_before
+
+
+@dataclass
+class AppliedPlan:
+    """What was done to the model."""
+
+    tp: int
+    layers: list[LayerPlan] = field(default_factory=list)
+    """Every linear layer, embedding and attention of the model, with what became of it."""
+    cuts: dict[str, ParameterCut] = field(default_factory=dict)
+    """How the cut parameters of this rank's layers are cut, by full name (every name of a tied one)."""
+    partial: frozenset[str] = frozenset()
+    """Whole parameters whose gradients are to be summed over the tensor-parallel ranks, once per step."""
+    sequence_parallel: bool = False
+    """Whether hidden states between the blocks are pieces of the sequence."""
+    checks: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def replicated(self) -> list[LayerPlan]:
+        """Layers that every rank holds whole."""
+        return [layer for layer in self.layers if layer.source == "replicated"]
+
+    def check(self) -> None:
+        """Compare a block of each kind, cut as it is, with the original, on small random values; collective over tp.
+
+        ``apply`` has done so already; this is for trying again later.
+
+        Raises:
+            PlanError: naming the layer whose numbers differ.
+        """
+        for check in self.checks:
+            check()
+
+    def __str__(self) -> str:
+        """A table of kinds of layers: how each is cut, who said so, and why if it is whole."""
+        rows: dict[tuple[str, str, str, str], int] = {}
+        for layer in self.layers:
+            name = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))
+            key = (name, layer.kind, layer.source, layer.note)
+            rows[key] = rows.get(key, 0) + 1
+        lines = [("layer", "count", "cut", "source", "note")]
+        lines += [(name, str(n), kind, source, note) for (name, kind, source, note), n in rows.items()]
+        widths = [max(len(line[column]) for line in lines) for column in range(4)]
+        return "\n".join(
+            "  ".join([*(cell.ljust(width) for cell, width in zip(line[:4], widths, strict=True)), line[4]]).rstrip()
+            for line in lines
+        )
+
+
+def apply(module: nn.Module, plan: Plan, mesh: Mesh, owned: Callable[[str], bool]) -> AppliedPlan:
+    """Cut ``module`` as ``plan`` says.
+
+    Collective over the tensor-parallel axis. Modules and names stay; cut parameters are replaced by DTensors on the
+    ``"tp"`` mesh wherever the model refers to them.
+
+    Args:
+        module: The model that was planned, the same on every rank.
+        plan: What to do.
+        mesh: Where this rank stands.
+        owned: Whether the module of a given name is this pipeline stage's own. Others are left as they are, except
+            for hooks that map shapes under sequence parallelism.
+
+    Raises:
+        PlanError: when a block cut by the user's or the model's own plan does not compute what it computed before.
+    """
+    applied = AppliedPlan(plan.tp, sequence_parallel=plan.sequence_parallel and plan.tp > 1)
+    if plan.tp == 1:
+        return applied
+    regions = Regions(mesh.tp, mesh.device)
+    cut = _Cutter(mesh)
+    partial: set[str] = set()
+    settled = [_settle(module, block, mesh) for block in plan.blocks]
+    for block, (layout, verdict) in zip(plan.blocks, settled, strict=True):
+        shared = Regions(mesh.tp, mesh.device, block.sequence_dim or 0) if block.sequence_dim is not None else regions
+        for name in block.names:
+            part = module.get_submodule(name)
+            _describe_block(applied, name, part, block, layout)
+            if owned(name):
+                convert_block(part, layout, shared, cut.inside(name), block.sequence_dim)
+                partial |= {f"{name}.{parameter}" for parameter in verdict.partial}
+            elif block.sequence_dim is not None:
+                shape_hooks(part, layout, shared, block.sequence_dim)
+    if plan.sequence_parallel:
+        _wrap_chains(module, plan, mesh)
+    for outside in plan.outside:
+        applied.layers.append(LayerPlan(outside.name, outside.kind, outside.source))
+        if owned(outside.name):
+            _convert_outside(module, outside, regions, cut, plan)
+    applied.layers += plan.whole
+    applied.partial = frozenset(_every_name(module, partial))
+    applied.cuts = cut.finish(module)
+    return applied
+
+
+def _settle(module: nn.Module, block: BlockPlan, mesh: Mesh) -> tuple[BlockLayout, Verdict]:
+    """The first way of cutting every region that keeps the numbers."""
+    name = block.names[0]
+    choice = [0] * len(block.regions)
+    if block.call is None:
+        return block.fixed, Verdict()
+    part = module.get_submodule(name)
+    first = ""
+    while True:
+        layout = block.layout(choice)
+        verdict = check_block(part, block.call, layout, mesh.tp, mesh.device, block.sequence_dim)
+        if verdict is None:
+            return _unchecked(block, name)
+        if not verdict.fault:
+            return layout, verdict
+        first = first or f"{name}.{verdict.layer}".rstrip(".") + f" ({verdict.fault})"
+        region = _blame(block, choice, verdict)
+        source, ways = block.regions[region] if region is not None else ("", None)
+        if region is None or ways is None:
+            raise PlanError(_refusal(block, name, first))
+        choice[region] += 1
+        if choice[region] == len(ways.layouts):
+            if source != "derived" or block.sequence_dim is not None:
+                raise PlanError(_refusal(block, name, first))
+            for layer in {name for way in ways.layouts for name in (way.row, *(c.name for c in way.columns))}:
+                block.notes[layer] = f"no way of cutting it keeps the numbers of {first}"
+                block.sources.pop(layer, None)
+            choice[region] = -1
+
+
+def _blame(block: BlockPlan, choice: list[int], verdict: Verdict) -> int | None:
+    """The region to cut in another way: the one whose row layer differs first, or that holds the parameter."""
+    open_regions = [i for i, index in enumerate(choice) if index >= 0]
+    for i in open_regions:
+        layout = block.regions[i][1].layouts[choice[i]]
+        if verdict.layer in (layout.row, *(column.name for column in layout.columns)):
+            return i
+    if verdict.layer in block.fixed.names:
+        return None
+    return next(
+        (i for i in open_regions if choice[i] + 1 < len(block.regions[i][1].layouts)),
+        open_regions[0] if open_regions else None,
+    )
+
+
+def _unchecked(block: BlockPlan, name: str) -> tuple[BlockLayout, Verdict]:
+    cut = [layer for layer, source in block.sources.items() if source != "derived"]
+    why = "the block does not run on made-up values, so a plan for it cannot be checked"
+    if cut or block.sequence_dim is not None:
+        raise PlanError(
+            f"{name}.{(cut or [''])[0]}: {why}. Set example_input_array on the module, or make these layers"
+            " 'replicate'."
+        )
+    block.notes.update(dict.fromkeys(block.sources, why))
+    block.sources.clear()
+    return BlockLayout(), Verdict()
+
+
+def _refusal(block: BlockPlan, name: str, first: str) -> str:
+    source = next((source for source in block.sources.values() if source != "derived"), "derived")
+    whose = {"user": "tp_plan", "model plan": "model's own plan"}.get(source, "derived plan")
+    option = " with sequence_parallel=True" if block.sequence_dim is not None else ""
+    advice = "Check packed parts ('colwise:3') and head counts, or make the layers around it 'replicate'"
+    if block.sequence_dim is not None:
+        advice = "Use sequence_parallel=False, or a block that treats every token alike outside attention and MLP"
+    return (
+        f"The {whose}{option} for {name} changes its numbers: {first} differs from the whole block's on random values."
+        f" {advice}."
+    )
+
+
+def _describe_block(applied: AppliedPlan, name: str, part: nn.Module, block: BlockPlan, layout: BlockLayout) -> None:
+    kinds: dict[str, str] = {}
+    for region in layout.regions:
+        for column in region.columns:
+            packed = f":{len(column.sections)}" if len(column.sections) > 1 and not region.gathered else ""
+            kinds[column.name] = "colwise, gathered" if region.gathered else f"colwise{packed}"
+            if column.shared_heads:
+                kinds[column.name] = f"colwise, {column.shared_heads} heads shared"
+        kinds[region.row] = "rowwise, split" if region.gathered else "rowwise"
+    kinds.update(dict.fromkeys(layout.attentions, "attention heads"))
+    kinds.update(dict.fromkeys(layout.columns, "colwise, gathered"))
+    kinds.update(dict.fromkeys(layout.rows, "rowwise, split"))
+    for layer, inner in part.named_modules():
+        full = f"{name}.{layer}".rstrip(".")
+        if layer in kinds:
+            applied.layers.append(LayerPlan(full, kinds[layer], block.sources.get(layer, "derived")))
+        elif layer.rpartition(".")[0] in layout.attentions and layer:
+            continue
+        elif is_linear(inner) or isinstance(inner, (nn.Embedding, nn.MultiheadAttention)):
+            applied.layers.append(LayerPlan(full, "replicated", "replicated", block.notes.get(layer, "")))
+
+
+def _wrap_chains(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    kinds = {name: block for block in plan.blocks for name in block.names}
+    for chain in plan.lists:
+        first, last = kinds[chain[0]], kinds[chain[-1]]
+        if first.sequence_dim is None or last.sequence_dim is None or first.call is None:
+            continue
+        scatter_before(module.get_submodule(chain[0]), chain[0], mesh.tp, first.sequence_dim, _hidden_position(first))
+        gather_after(module.get_submodule(chain[-1]), mesh.tp, last.sequence_dim)
+
+
+def _hidden_position(block: BlockPlan) -> Position:
+    assert block.call is not None
+    places: list[tuple[Position, object]] = [*enumerate(block.call.args), *block.call.kwargs.items()]
+    for place, value in places:
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 2:
+            return place
+    return 0
+
+
+def _convert_outside(module: nn.Module, outside: OutsideCut, regions: Regions, cut: _Cutter, plan: Plan) -> None:
+    layer = module.get_submodule(outside.name)
+    if outside.kind == "vocab":
+        assert isinstance(layer, nn.Embedding)
+        rows, axis = layer.num_embeddings, regions.axis
+        sizes = chunk_sizes(rows, axis.size)
+        cut(f"{outside.name}.weight", layer.weight, ParameterCut(0, tuple(layer.weight.shape), (rows,), axis.size))
+        to_vocab_parallel(layer, VocabSettings(regions=regions, start=sum(sizes[: axis.rank]), length=sizes[axis.rank]))
+    elif outside.kind == "colwise_gather":
+        sharded = plan.loss_parallel and outside.is_head
+        convert_column(layer, outside.name, regions, cut, gather=True, sharded_logits=sharded)
+    else:
+        convert_row(layer, outside.name, regions, cut, split=True)
+
+
+class _Cutter:
+    """Cuts parameters for real, each once, whoever shares it."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        assert mesh.device_mesh is not None
+        self._mesh = mesh.device_mesh["tp"]
+        self._rank = mesh.tp.rank
+        self._cuts: dict[int, ParameterCut] = {}
+        self._new: dict[int, nn.Parameter] = {}
+
+    def inside(self, prefix: str) -> Callable[[str, nn.Parameter, ParameterCut], None]:
+        """The same for names relative to ``prefix``."""
+        return lambda name, parameter, how: self(f"{prefix}.{name}", parameter, how)
+
+    def __call__(self, name: str, parameter: nn.Parameter, how: ParameterCut) -> None:
+        if is_placeholder(parameter):
+            return
+        before = self._cuts.setdefault(id(parameter), how)
+        if before != how:
+            raise PlanError(
+                f"{name} is shared with a layer that is cut in another way ({before} and {how}). Make one of them"
+                " 'replicate'."
+            )
+        if id(parameter) not in self._new:
+            self._new[id(parameter)] = cut_parameter(parameter, how, self._mesh, self._rank)
+
+    def finish(self, module: nn.Module) -> dict[str, ParameterCut]:
+        """Put the cut parameters into ``module``, and give the cut of every name."""
+        cuts = {name: self._cuts[id(old)] for name, old in _named(module) if id(old) in self._cuts}
+        replace_parameters(module, self._new)
+        return cuts
+
+
+def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters(remove_duplicate=False))
+
+
+def _every_name(module: nn.Module, names: set[str]) -> set[str]:
+    """``names`` with all other names of the same parameters."""
+    ids = {id(parameter) for name, parameter in _named(module) if name in names}
+    return {name for name, parameter in _named(module) if id(parameter) in ids}

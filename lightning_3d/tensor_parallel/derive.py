@@ -1,0 +1,357 @@
+"""From what was observed in a block to ways of cutting it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from lightning_3d.errors import ConfigError, PlanError
+from lightning_3d.tensor_parallel.attention import is_parallelizable
+from lightning_3d.tensor_parallel.convert import region_module
+from lightning_3d.tensor_parallel.layers import features, is_linear
+from lightning_3d.tensor_parallel.layout import (
+    Alternatives,
+    ColumnLayout,
+    Division,
+    Position,
+    RegionLayout,
+    Rules,
+)
+from lightning_3d.tensor_parallel.observe import OUTPUT, LayerUse, Observation, ancestors
+
+_HEADS = re.compile(r"(config\.)?(n|num|nb|nr)?_?(attention|attn|query|q)?_?heads?|nhead|h")
+_KV_HEADS = re.compile(r"(config\.)?(n|num)?_?(kv|key_value)_?heads?|multi_query_group_num")
+_GROUPS = re.compile(r"(config\.)?(num_key_value_groups|n_?rep|num_queries_per_kv|kv_groups|q_per_kv|n_groups)")
+_PER_HEAD = re.compile(r".*(head_?dim|head_?size|d_?head|d_?k|d_?kv|head_features)|.*layer_?(idx|id|number)|.*window.*")
+
+
+@dataclass
+class Skeleton:
+    """Column layers and the row layer that reads them, before anything else is known."""
+
+    columns: list[LayerUse]
+    row: LayerUse
+    source: str
+    parts: dict[str, int] = field(default_factory=dict)
+    """Number of packed parts that a plan names, by column layer."""
+
+
+@dataclass
+class BlockCuts:
+    """What can be cut in a block."""
+
+    regions: list[tuple[Skeleton, Alternatives]] = field(default_factory=list)
+    attentions: dict[str, str] = field(default_factory=dict)
+    """Attention modules, and the source of the decision."""
+    columns: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    """Why a layer stays whole."""
+
+
+def find_cuts(
+    name: str, block: nn.Module, seen: Observation, rules: Rules, tp: int, derive: bool, sequence: bool
+) -> BlockCuts:
+    """All that can be cut in a block: what ``rules`` say, and if ``derive``, what the structure says of the rest.
+
+    Args:
+        name: Full name of the block, for messages.
+        block: The block.
+        seen: What one call of it showed.
+        rules: Rules by name relative to the block.
+        tp: Ranks to cut over.
+        derive: Whether layers without a rule are looked at.
+        sequence: Whether hidden states are scattered along the sequence between regions.
+
+    Raises:
+        PlanError: when the rules cannot be right.
+        ConfigError: when heads do not divide.
+    """
+    cuts = BlockCuts()
+    for layer, rule in rules.items():
+        if rule.style == "colwise_gather":
+            cuts.columns[layer] = rule.source
+        elif rule.style == "rowwise_split":
+            _check_even(name, block, layer, features(block.get_submodule(layer))[0], tp)
+            cuts.rows[layer] = rule.source
+        elif rule.style == "unknown":
+            cuts.notes[layer] = f"the model plan's {rule.pattern.rpartition(' ')[2]!r} is not supported"
+    skeletons = _from_rules(name, seen, rules)
+    if derive:
+        taken = set(rules) | {use.name for s in skeletons for use in (*s.columns, s.row)}
+        skeletons += _from_structure(block, seen, taken)
+        for layer in seen.layers:
+            module = block.get_submodule(layer)
+            if isinstance(module, nn.MultiheadAttention):
+                if is_parallelizable(module):
+                    _check_heads(f"{name}.{layer}", module.num_heads, module.num_heads, tp)
+                    cuts.attentions[layer] = "derived"
+                else:
+                    cuts.notes[layer] = "add_bias_kv, add_zero_attn and own forwards are not cut"
+    for skeleton in skeletons:
+        alternatives = Alternatives(list(_alternatives(name, block, seen, skeleton, tp, sequence, cuts)))
+        if alternatives.layouts:
+            cuts.regions.append((skeleton, alternatives))
+    return cuts
+
+
+def _from_rules(name: str, seen: Observation, rules: Rules) -> list[Skeleton]:
+    columns = {layer for layer, rule in rules.items() if rule.style == "colwise" and layer in seen.layers}
+    rows = [layer for layer in seen.layers if layer in rules and rules[layer].style == "rowwise"]
+    closed: set[str] = set()
+    skeletons = []
+    for row in rows:
+        reads = seen.layers[row].reads
+        whole = sorted(reads - columns)
+        if whole or seen.layers[row].reads_hidden or not reads:
+            read = ", ".join(repr(f"{name}.{other}") for other in whole) or "the hidden states of the block"
+            raise PlanError(
+                f"{_said(rules, row)} makes {name}.{row} rowwise, so all that it reads must be cut; but it reads"
+                f" {read}, which the plan leaves whole. Make those layers colwise, or this one 'replicate'."
+            )
+        closed |= reads
+        used = [use for use in seen.layers.values() if use.name in reads]
+        parts = {use.name: rules[use.name].parts for use in used}
+        skeletons.append(Skeleton(used, seen.layers[row], rules[row].source, parts))
+    for column in sorted(columns):
+        others = seen.readers[column] - set(rows)
+        if column not in closed or others:
+            where = ", ".join(
+                "the output of the block" if other == OUTPUT else f"{name}.{other}" for other in sorted(others)
+            )
+            raise PlanError(
+                f"{_said(rules, column)} makes {name}.{column} colwise, so each rank holds a piece of its output; but"
+                f" that goes to {where or 'no rowwise layer'}, which needs all of it. Make the layer that reads it"
+                " rowwise, or this one 'replicate'."
+            )
+    return skeletons
+
+
+def _said(rules: Rules, layer: str) -> str:
+    rule = rules[layer]
+    return f"tp_plan[{rule.pattern!r}]" if rule.source == "user" else f"The model's own plan ({rule.pattern})"
+
+
+def _from_structure(block: nn.Module, seen: Observation, taken: set[str]) -> list[Skeleton]:
+    skeletons = []
+    taken = set(taken)
+    for row in seen.layers.values():
+        sources = row.reads
+        if row.name in taken or row.reads_hidden or not sources or sources & taken or sources - set(seen.layers):
+            continue
+        if not all(is_linear(block.get_submodule(layer)) for layer in (*sources, row.name)):
+            continue
+        if any(seen.readers[source] != {row.name} for source in sources):
+            continue
+        taken |= {*sources, row.name}
+        skeletons.append(Skeleton([use for use in seen.layers.values() if use.name in sources], row, "derived"))
+    return skeletons
+
+
+def _alternatives(
+    name: str, block: nn.Module, seen: Observation, skeleton: Skeleton, tp: int, sequence: bool, cuts: BlockCuts
+) -> Iterator[RegionLayout]:
+    """Ways to cut a region, likeliest first."""
+    row = skeleton.row
+    width = features(block.get_submodule(row.name))[0]
+    outs = {use.name: features(block.get_submodule(use.name))[1] for use in skeleton.columns}
+    derived = skeleton.source == "derived"
+    inner = tuple(sorted(row.parameters))
+    plain = RegionLayout(tuple(ColumnLayout(use.name, (outs[use.name],)) for use in skeleton.columns), row.name)
+    around = region_module(plain)
+    heads, kv_heads, head_dim = _head_counts(block, around, width, seen)
+    if heads:
+        _check_heads(f"{name}.{around}".rstrip("."), heads, kv_heads, tp)
+    odd = [f"{layer} ({size})" for layer, size in (*outs.items(), (row.name, width)) if size % tp]
+    if odd and not (heads and kv_heads < tp):
+        message = f"features of {', '.join(odd)} do not divide by tensor_parallel={tp}"
+        if not derived:
+            raise ConfigError(
+                f"{name}: {message}, so {row.name} and the layers it reads cannot be cut. Choose a tensor_parallel size"
+                " that divides them, or make them 'replicate'."
+            )
+        cuts.notes.update(dict.fromkeys((*outs, row.name), message))
+        return
+    shared = {
+        layer
+        for layer, size in outs.items()
+        if heads and kv_heads < tp and size == kv_heads * head_dim and size < width
+    }
+    sections = [
+        [(outs[use.name],)] if use.name in shared else _section_choices(use, outs[use.name], width, skeleton.parts)
+        for use in skeleton.columns
+    ]
+    sizes = _sizes_read(seen, around)
+    divisions = list(_division_choices(sizes, outs, width, tp, heads, kv_heads, bool(shared)))
+    entries = list(_entries(seen, skeleton, sequence))
+    for chosen, (entry, stand_ins, gathers, modes), divided in itertools.product(
+        itertools.product(*sections), entries, divisions
+    ):
+        uneven = (size % tp for parts, use in zip(chosen, skeleton.columns, strict=True) for size in parts)
+        if not shared and any(uneven):
+            continue
+        columns = tuple(
+            ColumnLayout(use.name, parts, modes[use.name], kv_heads if use.name in shared else 0)
+            for use, parts in zip(skeleton.columns, chosen, strict=True)
+        )
+        yield RegionLayout(columns, row.name, divided, entry, stand_ins, gathers, inner=inner)
+    if derived and not odd:
+        for entry, stand_ins, gathers, modes in entries:
+            if not stand_ins:
+                columns = tuple(replace(c, entry=modes[c.name]) for c in plain.columns)
+                yield replace(plain, columns=columns, entry_module=entry, gathers=gathers, gathered=True)
+
+
+def _section_choices(use: LayerUse, out: int, width: int, named: dict[str, int]) -> list[tuple[int, ...]]:
+    if use.name in named:
+        parts = named[use.name]
+        return [(out // parts,) * parts if out % parts == 0 else (out,)]
+    splits = use.splits
+    if len(splits) == 1 and out % splits[0] == 0:
+        splits = splits * (out // splits[0])
+    elif splits and sum(splits) != out:
+        splits = (*splits[:-1], out - sum(splits[:-1]))
+    choices = [splits] if len(splits) > 1 and all(size > 0 for size in splits) else []
+    ratio = out // width if out % width == 0 else 0
+    if ratio > 1:
+        choices.append((width,) * ratio)
+    elif width < out < 3 * width and (out - width) % 2 == 0:
+        choices.append((width, (out - width) // 2, (out - width) // 2))
+    choices.append((out,))
+    return list(dict.fromkeys(choices))
+
+
+def _entries(
+    seen: Observation, skeleton: Skeleton, sequence: bool
+) -> Iterator[tuple[str | None, tuple[Position, ...], tuple[Position, ...], dict[str, str]]]:
+    """Where the region is entered: the module whose arguments change, and how each column layer takes its input."""
+    mode = "gather" if sequence else "copy"
+    at_layers = {use.name: mode if use.depends_on_hidden else "copy" for use in skeleton.columns}
+    at_module = {use.name: "none" if sequence and use.depends_on_hidden else "copy" for use in skeleton.columns}
+    common = _common([use.name for use in skeleton.columns])
+    modules = [module for module in (common, *ancestors(common)) if module and seen.inputs.get(module)]
+    if not sequence:
+        yield None, (), (), at_layers
+    for module in modules[:2]:
+        sources = {use.source for use in skeleton.columns}
+        fed = tuple(place for place, (source, _) in seen.inputs[module].items() if source in sources)
+        hidden = tuple(place for place, (_, depends) in seen.inputs[module].items() if depends)
+        if sequence and hidden:
+            yield module, (), hidden, at_module
+        if fed:
+            yield module, fed, hidden if sequence else (), at_module if sequence else at_layers
+    if sequence:
+        yield None, (), (), at_layers
+
+
+def _common(names: list[str]) -> str:
+    parts = [name.split(".")[:-1] for name in names]
+    shared = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return ".".join(shared)
+
+
+def _sizes_read(seen: Observation, around: str) -> dict[tuple[str, str], int]:
+    """Whole numbers read by the module around a region and the modules in it."""
+    prefix = f"{around}." if around else ""
+    return {
+        (module, attribute): value
+        for module, attributes in seen.sizes.items()
+        if module == around or (module.startswith(prefix) and prefix)
+        for attribute, value in attributes.items()
+    }
+
+
+def _division_choices(
+    sizes: dict[tuple[str, str], int],
+    outs: dict[str, int],
+    width: int,
+    tp: int,
+    heads: int,
+    kv_heads: int,
+    shared: bool,
+) -> Iterator[tuple[Division, ...]]:
+    local_kv = max(1, kv_heads // tp)
+    by_heads, by_width, other = [], [], []
+    widths = {width, *outs.values()}
+    for (module, attribute), value in sizes.items():
+        if _PER_HEAD.fullmatch(attribute) or value <= 1:
+            continue
+        if _KV_HEADS.fullmatch(attribute):
+            by_heads.append(Division(module, attribute, max(1, value // tp)))
+        elif _GROUPS.fullmatch(attribute):
+            if shared:
+                by_heads.append(Division(module, attribute, heads // tp // local_kv))
+        elif value % tp:
+            continue
+        elif _HEADS.fullmatch(attribute):
+            by_heads.append(Division(module, attribute, value // tp))
+        elif value in widths:
+            by_width.append(Division(module, attribute, value // tp))
+        elif width % value == 0:
+            other.append(Division(module, attribute, value // tp))
+    choices = [(*by_heads, *by_width), tuple(by_heads), tuple(by_width), (*by_heads, *by_width, *other), ()]
+    yield from dict.fromkeys(choices)
+
+
+def _head_counts(block: nn.Module, around: str, width: int, seen: Observation) -> tuple[int, int, int]:
+    """``(heads, kv_heads, head_dim)`` of the attention in a region; zeros when it does not look like attention."""
+    module = block.get_submodule(around)
+    holders = [vars(part) for _, part in module.named_modules() if not is_linear(part)]
+    config = getattr(module, "config", None)
+    like_attention = "att" in f"{around} {type(module).__name__}".lower() or hasattr(module, "head_dim")
+    if config is not None and like_attention:
+        holders.append(dict(_whole_numbers(config)))
+    heads = _first(holders, _HEADS)
+    if not heads or width % heads:
+        return 0, 0, 0
+    kv_heads = _first(holders, _KV_HEADS) or heads
+    head_dim = next((h["head_dim"] for h in holders if type(h.get("head_dim")) is int), width // heads)
+    if head_dim * heads != width:
+        return 0, 0, 0
+    return heads, kv_heads, head_dim
+
+
+def _whole_numbers(config: object) -> Iterator[tuple[str, int]]:
+    for name in ("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_heads", "head_dim"):
+        value = getattr(config, name, None)
+        if type(value) is int:
+            yield name, value
+
+
+def _first(holders: list[dict[str, object]], pattern: re.Pattern[str]) -> int:
+    for holder in holders:
+        for name, value in holder.items():
+            if type(value) is int and value > 0 and pattern.fullmatch(name):
+                return value
+    return 0
+
+
+def _check_heads(name: str, heads: int, kv_heads: int, tp: int) -> None:
+    if heads % tp:
+        fitting = [size for size in range(1, heads + 1) if heads % size == 0]
+        raise ConfigError(
+            f"{name} has {heads} attention heads, which cannot be shared evenly by tensor_parallel={tp} ranks. Choose"
+            f" tensor_parallel from {fitting}, or a number of heads that divides by {tp}."
+        )
+    if kv_heads % tp and tp % kv_heads:
+        fitting = [size for size in range(1, heads + 1) if heads % size == 0 and (kv_heads % size == 0)]
+        raise ConfigError(
+            f"{name} has {kv_heads} key/value heads for {heads} query heads, and tensor_parallel={tp} neither divides"
+            f" nor is a multiple of {kv_heads}. Choose tensor_parallel from {fitting}."
+        )
+
+
+def _check_even(name: str, block: nn.Module, layer: str, size: int, tp: int) -> None:
+    if size % tp:
+        raise ConfigError(
+            f"{name}.{layer} reads {size} features, which do not divide by tensor_parallel={tp}. Choose a size that"
+            " divides them, or make the layer 'replicate'."
+        )

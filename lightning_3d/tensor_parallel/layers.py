@@ -1,0 +1,190 @@
+"""Column- and row-parallel linear layers.
+
+A column layer holds rows of the weight and gives a piece of the features; a row layer reads such a piece, holds columns
+of the weight and sums over the ranks. An existing module is converted in place by a change of class: its name, its
+attributes, its hooks and ``isinstance`` checks stay.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_3d.tensor_parallel.collectives import (
+    gather_from_tp,
+    reduce_from_tp,
+    reduce_scatter_to_sequence,
+    split_to_tp,
+)
+from lightning_3d.tensor_parallel.loss import ShardedLogits
+from lightning_3d.tensor_parallel.parameters import local_view
+from lightning_3d.tensor_parallel.region import Entry, Regions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnSettings:
+    """How a column layer meets its surroundings."""
+
+    regions: Regions
+    entry: Entry = "copy"
+    gather: tuple[int, ...] | None = None
+    """Lengths of all ranks' outputs, when the output is gathered."""
+    sharded_logits: bool = False
+    """Give :class:`ShardedLogits` instead of gathering."""
+    share: tuple[int, int] | None = None
+    """``(start, length)`` of the output features this rank uses of a weight that every rank holds whole."""
+    random: bool = False
+    """Whether random numbers are drawn before the row layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSettings:
+    """How a row layer meets its surroundings."""
+
+    regions: Regions
+    split: bool = False
+    """Whether the input is whole and each rank takes its piece."""
+    scatter_dim: int | None = None
+    """Sequence dim along which the output is scattered; ``None`` gives every rank all of it."""
+
+
+class _Transposed:
+    """Weight access of layers that keep it as ``[in, out]`` (Hugging Face's Conv1D)."""
+
+    @staticmethod
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight.t(), bias)
+
+    out_dim = 1
+
+
+class _Straight:
+    linear = staticmethod(F.linear)
+    out_dim = 0
+
+
+class Column(nn.Module):
+    """Forward of a column layer, mixed into the class of the module it converts.
+
+    Input ``[..., in]``, the same on every rank (or pieces of the sequence, see ``ColumnSettings.entry``); output
+    ``[..., out / tp]``.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    _column: ColumnSettings
+    _kind: Any
+
+    def forward(self, x: Tensor) -> Any:
+        """Map ``[..., in]`` to this rank's output features."""
+        settings = self._column
+        regions = settings.regions
+        x = regions.enter(x, settings.entry)
+        weight, bias = self.weight, self.bias
+        if settings.share is not None:
+            weight = weight.narrow(self._kind.out_dim, *settings.share)
+            bias = None if bias is None else bias.narrow(0, *settings.share)
+        y: Tensor = self._kind.linear(x, local_view(weight), local_view(bias))
+        if settings.random and self.training:
+            regions.open_stream()
+        if settings.gather is None:
+            return y
+        if settings.sharded_logits:
+            return ShardedLogits.of(y, regions.axis, settings.gather)
+        return gather_from_tp(y, regions.axis, -1, settings.gather)
+
+
+class Row(nn.Module):
+    """Forward of a row layer, mixed into the class of the module it converts.
+
+    Input ``[..., in / tp]``, output ``[..., out]``, summed over the axis; the bias is added once, after the sum.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    _row: RowSettings
+    _kind: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map this rank's input features to the whole output."""
+        settings = self._row
+        regions = settings.regions
+        regions.leave()
+        if settings.split:
+            x = split_to_tp(x, regions.axis, -1)
+        y: Tensor = self._kind.linear(x, local_view(self.weight), None)
+        if settings.scatter_dim is None:
+            y = reduce_from_tp(y, regions.axis)
+        else:
+            y = reduce_scatter_to_sequence(y, regions.axis, settings.scatter_dim)
+        bias = self.bias
+        return y if bias is None else y + bias.to(y.dtype)
+
+
+class ColumnParallelLinear(Column, nn.Linear):
+    """``nn.Linear`` whose output features are cut over the tensor-parallel axis."""
+
+    _kind = _Straight
+
+
+class RowParallelLinear(Row, nn.Linear):
+    """``nn.Linear`` whose input features are cut over the tensor-parallel axis."""
+
+    _kind = _Straight
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether ``module`` is Hugging Face's Conv1D, a linear layer with weight ``[in, out]``."""
+    return any(
+        base.__name__ == "Conv1D" and base.__module__.startswith("transformers") for base in type(module).__mro__
+    )
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether ``module`` is a linear layer that can be converted: one which computes what its class says."""
+    if isinstance(module, nn.Linear):
+        plain = type(module).forward is nn.Linear.forward
+    else:
+        plain = is_conv1d(module)
+    if not plain or "forward" in vars(module) or not isinstance(module._parameters.get("weight"), Tensor):
+        return False
+    return not hasattr(module, "parametrizations")
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """``(in, out)`` of a linear layer, of the whole weight."""
+    rows, columns = module.weight.shape  # type: ignore[union-attr, misc]
+    return (rows, columns) if is_conv1d(module) else (columns, rows)
+
+
+def weight_dims(module: nn.Module) -> tuple[int, int]:
+    """Dims of the weight that hold the input and the output features."""
+    return (0, 1) if is_conv1d(module) else (1, 0)
+
+
+def to_column(module: nn.Module, settings: ColumnSettings) -> None:
+    """Make ``module`` a column layer; its parameters are cut elsewhere."""
+    module._column = settings  # type: ignore[assignment]
+    module.__class__ = _converted(type(module), Column)
+
+
+def to_row(module: nn.Module, settings: RowSettings) -> None:
+    """Make ``module`` a row layer; its parameters are cut elsewhere."""
+    module._row = settings  # type: ignore[assignment]
+    module.__class__ = _converted(type(module), Row)
+
+
+@functools.cache
+def _converted(cls: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
+    known: dict[Any, type[nn.Module]] = {
+        (nn.Linear, Column): ColumnParallelLinear,
+        (nn.Linear, Row): RowParallelLinear,
+    }
+    if (cls, mixin) in known:
+        return known[cls, mixin]
+    kind = _Straight if issubclass(cls, nn.Linear) else _Transposed
+    return type(f"{mixin.__name__}Parallel{cls.__name__}", (mixin, cls), {"_kind": kind, "__module__": cls.__module__})

@@ -1,0 +1,112 @@
+"""How a block is cut: plain data, found by ``derive`` and carried out by ``convert``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_3d.tensor_parallel.region import Entry
+
+Position = int | str
+"""Place of an argument of a module: index among the positional ones, or keyword."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """An attribute that code reads at call time and that is smaller on a rank, such as the number of heads."""
+
+    module: str
+    attribute: str
+    """Name, or ``config.name`` for an attribute of the module's configuration object."""
+    value: int
+
+
+@dataclass(frozen=True)
+class ColumnLayout:
+    """A linear layer whose output features are cut."""
+
+    name: str
+    sections: tuple[int, ...]
+    """Lengths of the packed parts of the output features."""
+    entry: Entry = "copy"
+    shared_heads: int = 0
+    """Key/value heads of a layer that has fewer of them than there are ranks; its weight stays whole."""
+
+
+@dataclass(frozen=True)
+class RegionLayout:
+    """Column layers and the row layer that reads all of them."""
+
+    columns: tuple[ColumnLayout, ...]
+    row: str
+    divisions: tuple[Division, ...] = ()
+    entry_module: str | None = None
+    """Module whose arguments are changed on entry; ``None`` when the column layers see to it."""
+    stand_ins: tuple[Position, ...] = ()
+    """Arguments shown with one rank's share of the features, for code that reads sizes from them."""
+    gathers: tuple[Position, ...] = ()
+    """Arguments gathered along the sequence."""
+    gathered: bool = False
+    """Whether column outputs are gathered and the row layer splits its input, so that all between runs whole."""
+    inner: tuple[str, ...] = ()
+    """Whole parameters read between column and row layers, whose gradients are partial."""
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """All that is cut in a block. Names are relative to the block."""
+
+    regions: tuple[RegionLayout, ...] = ()
+    attentions: tuple[str, ...] = ()
+    """``nn.MultiheadAttention`` modules whose heads are cut."""
+    columns: tuple[str, ...] = ()
+    """Column layers that stand alone, with gathered output."""
+    rows: tuple[str, ...] = ()
+    """Row layers that stand alone, which split their input."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every cut layer."""
+        regions = (name for region in self.regions for name in (*(c.name for c in region.columns), region.row))
+        return frozenset((*regions, *self.attentions, *self.columns, *self.rows))
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Where the sequence stands in the hidden states of a block."""
+
+    dim: int = 1
+    hidden: Position = 0
+    """Argument of a block that holds its hidden states."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What becomes of one layer."""
+
+    name: str
+    kind: str
+    """``"colwise"``, ``"rowwise"``, ``"vocab"``, ``"attention"``, ``"replicated"`` and variants for the table."""
+    source: str
+    """``"user"``, ``"model plan"``, ``"derived"`` or ``"replicated"``."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the user's or the model's plan says of one layer."""
+
+    style: str
+    parts: int = 1
+    source: str = "user"
+    pattern: str = ""
+
+
+Rules = Mapping[str, Rule]
+
+
+@dataclass
+class Alternatives:
+    """Ways to cut a region, best first; the first that keeps the numbers is taken."""
+
+    layouts: list[RegionLayout] = field(default_factory=list)

@@ -1,0 +1,148 @@
+"""Cut parameters: which rows of a parameter a tensor-parallel rank holds, and its local view in a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_3d.collectives import chunk_sizes
+
+
+@dataclass(frozen=True)
+class ParameterCut:
+    """How a parameter is cut over the tensor-parallel axis.
+
+    Its DTensor says ``Shard(dim)``; with several sections (packed q/k/v, gate/up) each rank holds a piece of every
+    section, which :meth:`intervals` tells and the placement does not.
+    """
+
+    dim: int
+    """Tensor dim that is cut."""
+    global_shape: tuple[int, ...]
+    sections: tuple[int, ...]
+    """Lengths of the packed parts along ``dim``; one for a plain layer."""
+    size: int
+    """Ranks along the tensor-parallel axis."""
+
+    @property
+    def parts(self) -> int:
+        """Number of packed parts."""
+        return len(self.sections)
+
+    def intervals(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """``(start, length)`` along ``dim`` of the pieces that ``rank`` holds one after the other."""
+        found = []
+        offset = 0
+        for section in self.sections:
+            sizes = chunk_sizes(section, self.size)
+            found.append((offset + sum(sizes[:rank]), sizes[rank]))
+            offset += section
+        return tuple(found)
+
+    def local_size(self, rank: int) -> int:
+        """Length along ``dim`` of what ``rank`` holds."""
+        return sum(length for _, length in self.intervals(rank))
+
+    def take(self, whole: Tensor, rank: int) -> Tensor:
+        """A contiguous copy of the pieces of ``rank``."""
+        pieces = [whole.narrow(self.dim, start, length) for start, length in self.intervals(rank)]
+        return (
+            torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+        )
+
+    def join(self, locals_: Sequence[Tensor]) -> Tensor:
+        """The whole parameter from every rank's local tensor; the inverse of :meth:`take`."""
+        whole = locals_[0].new_empty(self.global_shape)
+        for rank, local in enumerate(locals_):
+            done = 0
+            for start, length in self.intervals(rank):
+                whole.narrow(self.dim, start, length).copy_(local.narrow(self.dim, done, length))
+                done += length
+        return whole
+
+
+def cut_parameter(parameter: nn.Parameter, cut: ParameterCut, tp_mesh: DeviceMesh, rank: int) -> nn.Parameter:
+    """A DTensor parameter that holds the pieces of ``parameter`` that belong to ``rank``."""
+    local = cut.take(parameter.detach(), rank)
+    sharded = DTensor.from_local(
+        local,
+        tp_mesh,
+        [Shard(cut.dim)],
+        run_check=False,
+        shape=torch.Size(cut.global_shape),
+        stride=_contiguous_stride(cut.global_shape),
+    )
+    new = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+    for name, value in vars(parameter).items():
+        setattr(new, name, value)
+    return new
+
+
+def replace_parameters(module: nn.Module, new: Mapping[int, nn.Parameter]) -> None:
+    """Put other parameters in the place of some, wherever a part of ``module`` refers to them.
+
+    That is under their names, shared or not, and in lists, tuples and dicts that modules keep as plain attributes.
+
+    Args:
+        module: Changed in place.
+        new: The new parameters by ``id`` of the old ones.
+    """
+
+    def renewed(value: Any, depth: int = 0) -> Any:
+        if isinstance(value, nn.Parameter):
+            return new.get(id(value), value)
+        if depth > 3:
+            return value
+        if type(value) is list:
+            value[:] = [renewed(item, depth + 1) for item in value]
+        elif type(value) is dict:
+            value.update({key: renewed(item, depth + 1) for key, item in value.items()})
+        elif type(value) is tuple and any(isinstance(item, (nn.Parameter, list, dict, tuple)) for item in value):
+            return tuple(renewed(item, depth + 1) for item in value)
+        return value
+
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and id(parameter) in new:
+                part._parameters[name] = new[id(parameter)]
+        for name, value in vars(part).items():
+            if not name.startswith("_") and isinstance(value, (list, dict, tuple)):
+                vars(part)[name] = renewed(value)
+
+
+def local_view(parameter: Tensor | None) -> Any:
+    """The local tensor of a cut parameter as autograd sees it; any other tensor as it is.
+
+    Does what ``DTensor.to_local`` does without its dispatch: the gradient is wrapped with the parameter's own layout.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if parameter.requires_grad and torch.is_grad_enabled():
+        return _LocalView.apply(parameter)  # type: ignore[no-untyped-call]
+    return parameter._local_tensor
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for length in reversed(shape):
+        stride.append(step)
+        step *= max(1, length)
+    return tuple(reversed(stride))
+
+
+class _LocalView(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.spec = parameter._spec
+        local = parameter._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[call-arg, arg-type]

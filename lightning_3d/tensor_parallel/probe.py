@@ -1,0 +1,251 @@
+"""How the model calls its blocks: found by running it on the meta device, without values or memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+BATCH = 2
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """The arguments of one call of a block, with meta tensors for what depends on the model's input."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def hidden(self) -> int:
+        """Index of the hidden states among the leaves of ``(args, kwargs)``; -1 if there are none."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        found = (i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        return next((i for i in found if leaves[i].dim() >= 2), -1)
+
+    def leaves(self) -> tuple[list[Any], Any]:
+        """Flat arguments and how to put them together again."""
+        return pytree.tree_flatten((self.args, self.kwargs))
+
+
+@dataclass
+class Calls:
+    """What a meta run of the model showed."""
+
+    blocks: dict[str, BlockCall] = field(default_factory=dict)
+    """Call of every block that was reached."""
+    loose: set[int] = field(default_factory=set)
+    """``id`` of parameters that are read outside the forward of the module which holds them."""
+
+
+class _Stop(Exception):
+    """The last block of interest has been called."""
+
+
+def probe(root: nn.Module, wanted: Sequence[str], sequence_length: int) -> Calls:
+    """Run ``root`` or the part of it that holds the blocks on meta tensors until all ``wanted`` blocks were called.
+
+    Tries the module's own examples (``example_input_array``, ``dummy_inputs``), then token ids, then hidden states.
+    Blocks that no attempt reaches are missing from the answer.
+
+    Args:
+        root: The whole model; left as it is.
+        wanted: Names of blocks.
+        sequence_length: Length of made-up inputs.
+    """
+    calls = Calls()
+    for module, arguments in _attempts(root, wanted, sequence_length):
+        if all(name in calls.blocks for name in wanted):
+            break
+        for args, kwargs in arguments():
+            found = Calls()
+            with contextlib.suppress(Exception):
+                _run(root, module, wanted, args, kwargs, found)
+            new = {name: call for name, call in found.blocks.items() if name not in calls.blocks}
+            if new:
+                calls.blocks.update(new)
+                calls.loose |= found.loose
+                break
+    return calls
+
+
+def _attempts(
+    root: nn.Module, wanted: Sequence[str], length: int
+) -> Iterator[tuple[nn.Module, Callable[[], Iterator[tuple[tuple[Any, ...], dict[str, Any]]]]]]:
+    """Modules to call, outermost first, and the arguments to try on each."""
+    hidden = _hidden_size(root, wanted)
+    paths = sorted({path for name in wanted for path in _ancestors(name)}, key=lambda path: path.count("."))
+    for path in paths:
+        module = root.get_submodule(path)
+        if type(module).forward is getattr(nn.Module, "forward", None) or isinstance(module, nn.ModuleList):
+            continue
+
+        def arguments(module: nn.Module = module) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+            example = getattr(module, "example_input_array", None)
+            if isinstance(example, Mapping):
+                yield (), pytree.tree_map(_to_meta, dict(example))
+            elif example is not None:
+                yield (
+                    pytree.tree_map(_to_meta, tuple(example) if isinstance(example, (tuple, list)) else (example,)),
+                    {},
+                )
+            dummies = _read(module, "dummy_inputs")
+            extra = {"use_cache": False} if hasattr(module, "dummy_inputs") else {}
+            ids = torch.zeros(BATCH, length, dtype=torch.long, device="meta")
+            if isinstance(dummies, Mapping) and dummies:
+                stretched = {
+                    key: torch.zeros(BATCH, length, dtype=value.dtype, device="meta")
+                    if isinstance(value, Tensor) and not value.is_floating_point() and value.dim() == 2
+                    else pytree.tree_map(_to_meta, value)
+                    for key, value in dummies.items()
+                }
+                yield (), {**stretched, **extra}
+                yield (), stretched
+            if extra:
+                yield (ids,), extra
+            yield (ids,), {}
+            yield (ids, ids), {}
+            if hidden:
+                dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+                state = torch.zeros(BATCH, length, hidden, device="meta", dtype=dtype)
+                yield (state,), {}
+                yield (state[:, 0],), {}
+                yield (state, state), {}
+
+        yield module, arguments
+
+
+def _run(
+    root: nn.Module,
+    module: nn.Module,
+    wanted: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    calls: Calls,
+) -> None:
+    missing = set(wanted)
+    pending: dict[str, BlockCall] = {}
+    handles = []
+
+    def seen(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if name in missing:
+                args, kwargs = pytree.tree_map_only(Tensor, torch.Tensor.detach, (args, dict(kwargs)))
+                pending[name] = BlockCall(tuple(map(_without_cache, args)), _without_caches(kwargs))
+
+        return hook
+
+    def done(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            # Only what the block could run on tells how it is called.
+            if name in missing:
+                missing.discard(name)
+                calls.blocks[name] = pending[name]
+
+        return hook
+
+    attributes = {part: dict(vars(part)) for part in root.modules()}
+    watch = _Watch(module, calls.loose)
+    try:
+        for name in wanted:
+            handles.append(root.get_submodule(name).register_forward_pre_hook(seen(name), with_kwargs=True))
+            handles.append(root.get_submodule(name).register_forward_hook(done(name)))
+        tensors = {name: _to_meta(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        watch.follow(tensors)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), watch:
+            torch.func.functional_call(module, tensors, args, kwargs)
+    finally:
+        watch.remove()
+        for handle in handles:
+            handle.remove()
+        for part, values in attributes.items():
+            vars(part).clear()
+            vars(part).update(values)
+
+
+class _Watch(TorchFunctionMode):
+    """Notes parameters of embeddings and linear layers that are read while another module runs."""
+
+    def __init__(self, module: nn.Module, loose: set[int]) -> None:
+        super().__init__()
+        self._loose = loose
+        self._owners = [part for part in module.modules() if isinstance(part, (nn.Linear, nn.Embedding))]
+        self._names = {id(part): name for name, part in module.named_modules()}
+        self._original: dict[str, int] = {
+            name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)
+        }
+        self._watched: dict[int, int] = {}
+        self._depth = 0
+        self._handles: list[Any] = []
+        for part in self._owners:
+            self._handles.append(part.register_forward_pre_hook(self._enter))
+            self._handles.append(part.register_forward_hook(self._leave, always_call=True))
+
+    def follow(self, tensors: Mapping[str, Tensor]) -> None:
+        """Watch the meta tensors that stand for the owners' parameters."""
+        for part in self._owners:
+            for name in part._parameters:
+                full = f"{self._names[id(part)]}.{name}".lstrip(".")
+                if full in tensors:
+                    self._watched[id(tensors[full])] = self._original[full]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, *_: Any) -> None:
+        self._depth += 1
+
+    def _leave(self, *_: Any) -> None:
+        self._depth -= 1
+
+    @override
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._depth == 0 and getattr(func, "__name__", "") != "__get__":
+            for value in (*args, *(kwargs or {}).values()):
+                if id(value) in self._watched:
+                    self._loose.add(self._watched[id(value)])
+        return func(*args, **(kwargs or {}))
+
+
+def _ancestors(name: str) -> list[str]:
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:length]) for length in range(len(parts) + 1)]
+
+
+def _hidden_size(root: nn.Module, wanted: Sequence[str]) -> int:
+    for name in wanted:
+        for part in root.get_submodule(name).modules():
+            size = getattr(part, "embed_dim", getattr(part, "in_features", 0))
+            if isinstance(size, int) and size:
+                return size
+    return 0
+
+
+def _without_cache(value: Any) -> Any:
+    """Key/value caches grow with every call, which a trial must not see."""
+    return None if "cache" in type(value).__name__.lower() else value
+
+
+def _without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: False if key == "use_cache" else _without_cache(value) for key, value in kwargs.items()}
+
+
+def _to_meta(value: Any) -> Any:
+    return value.detach().to("meta") if isinstance(value, Tensor) else value
+
+
+def _read(module: nn.Module, name: str) -> Any:
+    try:
+        return getattr(module, name, None)
+    except Exception:
+        return None

@@ -1,0 +1,64 @@
+"""Runs a block with a layout on the meta device: whether its code can work with one rank's shapes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_3d.mesh import Axis
+from lightning_3d.tensor_parallel.clone import meta_clone
+from lightning_3d.tensor_parallel.convert import convert_block
+from lightning_3d.tensor_parallel.layout import BlockLayout
+from lightning_3d.tensor_parallel.parameters import ParameterCut
+from lightning_3d.tensor_parallel.probe import BlockCall
+from lightning_3d.tensor_parallel.region import Regions
+
+
+def shape_fault(block: nn.Module, call: BlockCall, layout: BlockLayout, tp: int, sequence_dim: int | None) -> str:
+    """Why ``block`` cannot run with ``layout``; empty if it can. Nothing is sent, no values are computed.
+
+    Args:
+        block: The original; left as it is.
+        call: How it is called.
+        layout: What to cut.
+        tp: Ranks to cut over.
+        sequence_dim: Dim along which hidden states are scattered, if they are.
+    """
+    axis = Axis("tp", tp, 0, tuple(range(tp)), None)
+    whole = meta_clone(block)
+    copy = meta_clone(block)
+    done: set[int] = set()
+
+    def cut(_: str, parameter: nn.Parameter, cut: ParameterCut) -> None:
+        if id(parameter) not in done:
+            parameter.data = cut.take(parameter.detach(), axis.rank)
+            done.add(id(parameter))
+
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            expected = _first(_call(whole, call))
+            convert_block(copy, layout, Regions(axis, torch.device("cpu"), sequence_dim or 0), cut, sequence_dim)
+            leaves, spec = call.leaves()
+            if sequence_dim is not None and call.hidden >= 0:
+                hidden = leaves[call.hidden]
+                if hidden.shape[sequence_dim] % tp:
+                    return f"the example's sequence of {hidden.shape[sequence_dim]} does not divide by {tp}"
+                leaves[call.hidden] = hidden.narrow(sequence_dim, 0, hidden.shape[sequence_dim] // tp)
+                expected = expected.narrow(sequence_dim, 0, expected.shape[sequence_dim] // tp)
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+            found = _first(_call(copy, BlockCall(args, kwargs)))
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if found.shape != expected.shape:
+        return f"the output has shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
+    return ""
+
+
+def _call(block: nn.Module, call: BlockCall) -> object:
+    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta"), (call.args, call.kwargs))
+    return block(*args, **kwargs)
+
+
+def _first(output: object) -> Tensor:
+    return next(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
