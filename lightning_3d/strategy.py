@@ -276,14 +276,9 @@ class ThreeDStrategy(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        current = self._assembled.current_parameters()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                names = [self._assembled.original.get(parameter) for parameter in group["params"]]
-                group["params"] = [
-                    parameter if name is None else current[name]
-                    for parameter, name in zip(group["params"], names, strict=True)
-                ]
+                group["params"] = [self._assembled.current_parameter(parameter) for parameter in group["params"]]
 
     @override
     def model_to_device(self) -> None:
@@ -403,8 +398,8 @@ class ThreeDStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's part of the model, by the original names."""
-        return self._model_state().owned
+        """The model by its original names: this rank's part, and placeholders for that of other stages."""
+        return self._model_state().local_state_dict()
 
     @override
     def save_checkpoint(
@@ -424,7 +419,7 @@ class ThreeDStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = checkpoints.read(self.broadcast(str(checkpoint_path)), self.mesh, weights_only)
         if state := checkpoint.pop(checkpoints.RANK_STATE, None):
-            self._loaded_rank_state = state
+            self._loaded_rank_state = state["state"]
         return checkpoint
 
     @override
@@ -433,10 +428,17 @@ class ThreeDStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        checkpoints.load_optimizers(checkpoint["optimizer_states"], self._model_state(), self.mesh)
+        assert self.lightning_module is not None
+        strict = self.lightning_module.strict_loading
+        checkpoints.load_optimizers(checkpoint["optimizer_states"], self._model_state(), self.mesh, strict)
         if self._loaded_rank_state is not None:
             HostRandomState.of(self._loaded_rank_state).set()
             self._loaded_rank_state = None
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        if self.is_global_zero:
+            checkpoints.remove(filepath)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state dict, as the module in one process would give it; collective.
@@ -451,10 +453,13 @@ class ThreeDStrategy(ParallelStrategy):
         assert module is not None
         assembly.sharding.release()
         persistent = set(assembly.keys)
+        buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
         return checkpoints.ModelState(
-            parameters=dict(module.named_parameters()),
+            parameters=dict(module.named_parameters(remove_duplicate=False)),
             keys=assembly.keys,
-            buffers={name: buffer for name, buffer in module.named_buffers() if name in persistent},
+            module=module,
+            buffers=buffers,
+            borrowed=assembly.borrowed(buffers),
             ties=assembly.ties,
             cuts=assembly.plan.cuts,
             optimizers=self.optimizers,

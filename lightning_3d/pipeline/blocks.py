@@ -142,7 +142,20 @@ def share_out(
             owners[name] = tuple(range(num_chunks))
         else:
             owners[name] = (chunk_of_block[min(position, len(blocks) - 1)],)
-    return ChunkMap(blocks, tuple(starts), owners)
+    return ChunkMap(blocks, tuple(starts), _with_shared(module, owners))
+
+
+def _with_shared(module: nn.Module, owners: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Give modules that share a parameter the chunks of each other, so that one object stands under all its names."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    chunks: dict[int, set[int]] = {}
+    for name, own in owners.items():
+        for parameter in modules[name].parameters(recurse=False):
+            chunks.setdefault(id(parameter), set()).update(own)
+    return {
+        name: tuple(sorted(set(own).union(*(chunks[id(p)] for p in modules[name].parameters(recurse=False)))))
+        for name, own in owners.items()
+    }
 
 
 def _positions(

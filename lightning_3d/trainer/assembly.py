@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +47,21 @@ class Assembly:
     ties: dict[str, str]
     """Those of them that are second names, each with the first."""
     original: WeakIdKeyDictionary
-    """The user's own parameter objects -> their names: optimizers may have been built from them."""
+    """The user's own parameter objects -> all their names: optimizers may have been built from them."""
 
-    def current_parameters(self) -> dict[str, nn.Parameter]:
-        """Every parameter of the module by name, those of other stages as placeholders."""
-        return dict(self.stage.module.named_parameters(remove_duplicate=False))
+    def borrowed(self, buffers: Iterable[str]) -> frozenset[str]:
+        """Those of the named buffers that another stage keeps up to date: it runs their module last."""
+        cut = self.stage.cut
+        last = {name: max(cut.chunks.chunks_of(name.rpartition(".")[0])) for name in buffers}
+        return frozenset(name for name, chunk in last.items() if chunk not in cut.owned)
+
+    def current_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What stands in the module now for a parameter of the user's; a placeholder if only other stages hold it."""
+        names = self.original.get(parameter)
+        if names is None:
+            return parameter
+        now = [self.stage.module.get_parameter(name) for name in names]
+        return next((candidate for candidate in now if not is_placeholder(candidate)), now[0])
 
 
 def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, precision: ThreeDPrecision) -> Assembly:
@@ -72,14 +82,16 @@ def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, pre
     shared = find_shared(module, chunks, mesh.pp.size)
     keys, ties = state_dict_keys(module)
     layout = describe(module, chunks, config, mesh)
-    original = WeakIdKeyDictionary()
-    for name, parameter in module.named_parameters():
-        original[parameter] = name
+    names_of = names_by_parameter(module)
 
     owned_chunks = [chunk for chunk in range(chunks.num_chunks) if chunk % mesh.pp.size == mesh.pp.rank]
     cut = Cut(module, chunks, owned_chunks, mesh.device)
     to_device(module, mesh.device)
     applied = tensor_parallel.apply(module, plan, mesh, cut.owns)
+    original = WeakIdKeyDictionary()
+    for parameter, names in names_of:
+        original[parameter] = names
+    del names_of, parameter
 
     stage = Stage(module, cut)
     blocks = [block for chunk in stage.blocks.values() for block in chunk]
@@ -156,17 +168,21 @@ def to_device(module: nn.Module, device: torch.device) -> None:
             f"These parameters or buffers are on the meta device and have no values: {', '.join(left[:8])}. Build them"
             " with values (in __init__ or configure_model) before the strategy takes the module over."
         )
-    moved: dict[int, Any] = {}
     for child in module.modules():
-        for key, parameter in child._parameters.items():
+        for parameter in child._parameters.values():
             if parameter is not None and not is_placeholder(parameter) and parameter.device != device:
-                if id(parameter) not in moved:
-                    new = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
-                    moved[id(parameter)] = new
-                child._parameters[key] = moved[id(parameter)]
+                parameter.data = parameter.data.to(device)  # the same object: user code may hold it
         for key, buffer in child._buffers.items():
             if buffer is not None:
                 child._buffers[key] = buffer.to(device)
+
+
+def names_by_parameter(module: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
+    """Every parameter with all its names."""
+    names: dict[int, tuple[nn.Parameter, tuple[str, ...]]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[id(parameter)] = (parameter, (*names.get(id(parameter), (parameter, ()))[1], name))
+    return list(names.values())
 
 
 def give_streams(blocks: Mapping[str, nn.Module], streams: StepStreams) -> None:

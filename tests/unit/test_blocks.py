@@ -71,8 +71,7 @@ def test_call_order_decides_who_owns_what_runs_outside_the_blocks() -> None:
     assert order[-1] == "head"
     chunks = share_out(model, find_block_lists(model), 3, "uniform", order)
     assert chunks.blocks_of(1) == ("layers.2", "layers.3")
-    assert chunks.outside["embed"] == (0,)
-    assert chunks.outside["head"] == (2,)
+    assert chunks.outside["embed"] == chunks.outside["head"] == (0, 2), "modules that share a weight stay together"
     assert chunks.outside["norm"] == (2,)
     assert chunks.outside[""] == (0, 1, 2), "an ancestor's own parameter is kept by every chunk"
 
@@ -91,7 +90,7 @@ def test_what_stands_between_two_lists_runs_with_the_next_one() -> None:
 
 def test_shared_parameters_are_found_by_identity_with_their_stages() -> None:
     model = Gpt()
-    chunks = share_out(model, find_block_lists(model), 4, "uniform" if False else [2, 2, 1, 1], call_order(model))
+    chunks = share_out(model, find_block_lists(model), 4, [2, 2, 1, 1], call_order(model))
     shared = {item.names: item.stages for item in find_shared(model, chunks, 2)}
     assert shared[("head.weight", "embed.weight")] == (0, 1)
     assert shared[("position",)] == (0, 1)
