@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ class LogKey(NamedTuple):
     """How often this name was logged before in the same step."""
     op: str
     """``mean``, ``sum``, ``max`` or ``min``: how micro-batches and replicas are combined, and batches later."""
+    builtin: bool
+    """Whether ``reduce_fx`` was Python's own function: Lightning compares it from call to call."""
     dtype: torch.dtype | None
     """float64 if the value has it, else float32, as Lightning keeps it; ``None`` when there is no value to combine (a
     metric that only computes at the end)."""
@@ -94,20 +97,28 @@ class LogRelay:
             weight: Its weight in the loss.
         """
         results = self.module.trainer._results
-        if results is None or self._pass_through:
+        if results is None:
             yield
             return
         micro_batch = _MicroBatch(weight, size)
         self._micro_batches.append(micro_batch)
+        log = results.log
 
         def record(fx: str, name: str, value: Metric | Tensor, **options: Any) -> None:
-            _record(micro_batch, fx, name, value, options)
+            if self._pass_through:
+                log(fx, name, value, **{**options, "sync_dist": False, "sync_dist_group": None})
+            else:
+                _record(micro_batch, fx, name, value, options)
 
         # On the object, not on `self.log`: the user may have kept, overridden or wrapped that, and its checks should
         # raise at the user's line.
         results.log = record
         try:
             yield
+        except BaseException:
+            # The step ended at a cut: this rank, or another, runs the same micro-batch once more, further.
+            self._micro_batches = [other for other in self._micro_batches if other is not micro_batch]
+            raise
         finally:
             del results.log
 
@@ -150,7 +161,7 @@ class LogRelay:
                 key.name,
                 value,
                 **dict(key.options),
-                reduce_fx=getattr(torch, key.op),
+                reduce_fx=getattr(builtins if key.builtin else torch, key.op),
                 sync_dist_fn=trainer.strategy.reduce,
                 batch_size=batch_size,
                 metric_attribute=key.metric,
@@ -235,11 +246,12 @@ def _record(micro_batch: _MicroBatch, fx: str, name: str, value: Metric | Tensor
     own = options.pop("batch_size", None)
     attribute = options.pop("metric_attribute", None)
     # Settled by this relay: the value is the same on all ranks already.
-    for settled in ("sync_dist", "sync_dist_fn", "sync_dist_group", "rank_zero_only", "enable_graph"):
+    for settled in ("sync_dist", "sync_dist_fn", "sync_dist_group"):
         options.pop(settled, None)
     reduce_fx = options.pop("reduce_fx", torch.mean)
     # Lightning's own check of `reduce_fx`, at the user's line rather than when the values are handed on.
-    op = _Metadata(fx, name, reduce_fx=reduce_fx).reduce_fx.__name__
+    reduce_fx = _Metadata(fx, name, reduce_fx=reduce_fx).reduce_fx
+    op: str = reduce_fx.__name__
     number: Tensor | None = value._forward_cache if isinstance(value, Metric) else value
     if not isinstance(number, Tensor) or number.numel() != 1:
         number = None
@@ -251,6 +263,7 @@ def _record(micro_batch: _MicroBatch, fx: str, name: str, value: Metric | Tensor
         name=name,
         occurrence=occurrence,
         op=op,
+        builtin=reduce_fx is getattr(builtins, op, None),
         dtype=None if number is None else torch.float64 if number.dtype == torch.float64 else torch.float32,
         own_batch_size=own is not None,
         metric=attribute if isinstance(value, Metric) else None,

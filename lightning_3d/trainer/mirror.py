@@ -7,6 +7,7 @@ import operator
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from lightning_3d.trainer.messages import encode
 
 log = logging.getLogger(__name__)
 
-_MAX_NODES = 4096  # Python objects looked at per attribute; larger ones are compared by identity
+_MAX_NODES = 1024  # Python objects looked at per attribute; larger ones are compared by identity
 _MAX_GRAPH_ELEMENTS = 1 << 16  # tensors that hang on an autograd graph are sent up to this size
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "torchmetrics", "transformers", "tokenizers", "datasets"}
@@ -214,14 +215,18 @@ class _Held:
 
 @dataclass(frozen=True)
 class _Tail:
-    """Length and end of a list too long to be looked at in each step: such lists grow at the end."""
+    """Length and end of a container too large to be looked at in each step: such containers grow at the end."""
 
     length: int
     last: tuple[Any, ...]
 
     @classmethod
-    def of(cls, value: list[Any], length: int) -> _Tail:
-        return cls(length, tuple(value[max(0, length - 8) : length]))
+    def of(cls, value: Any, length: int) -> _Tail:
+        if isinstance(value, list):
+            return cls(length, tuple(value[max(0, length - 8) : length]))
+        if isinstance(value, dict):
+            return cls(length, tuple(part for item in islice(reversed(value.items()), 4) for part in item))
+        return cls(length, ())
 
 
 def _freeze(value: Any, copy: bool = False) -> _Frozen:
@@ -242,9 +247,9 @@ def _content(value: Any, budget: list[int]) -> Any:
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         if len(value) <= budget[0]:
             return _held(value, value, budget)
-        return _Tail.of(value, len(value)) if isinstance(value, list) else None
+        return _Tail.of(value, len(value))
     if isinstance(value, dict):
-        return _held(value.items(), value.values(), budget) if len(value) <= budget[0] else None
+        return _held(value.items(), value.values(), budget) if len(value) <= budget[0] else _Tail.of(value, len(value))
     if isinstance(value, nn.Module) or callable(value) or not hasattr(value, "__dict__"):
         return None
     if type(value).__module__.partition(".")[0] in _LIBRARIES:
@@ -306,7 +311,10 @@ def _thaw(frozen: _Frozen) -> Any:
     if frozen.clone is not None:
         return frozen.clone.clone()
     if isinstance(content, _Tail):
-        return value[: content.length]
+        if isinstance(value, dict):
+            for key in list(value)[content.length :]:
+                del value[key]
+        return value[: content.length] if isinstance(value, list) else value
     if not isinstance(content, _Held) or isinstance(value, (tuple, frozenset)):
         return value
     if isinstance(value, list):
