@@ -28,9 +28,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateS
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_3d.config import Sizes
 from lightning_3d.errors import ConfigError
-from lightning_3d.mesh import where
 from lightning_3d.trainer.failure import GRACE_S, FailureGuard, launch_variables, leave_note
 
 _PRELOADED = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "lightning.pytorch", "lightning_3d"]
@@ -42,7 +40,7 @@ def make_launcher(
     cluster_environment: ClusterEnvironment,
     start_method: str | None,
     guard: FailureGuard,
-    sizes: Sizes,
+    where: Callable[[int], str],
 ) -> _SubprocessScriptLauncher | _MultiProcessingLauncher:
     """The launcher for a start method.
 
@@ -52,7 +50,7 @@ def make_launcher(
         start_method: ``"popen"`` starts the script again for every rank (the default), ``"fork"``, ``"forkserver"``
             and ``"spawn"`` start functions. In a notebook the default is ``"fork"``.
         guard: The guard of this process.
-        sizes: Of the mesh.
+        where: Names a rank of this node, given its local rank, with its place on the mesh. Must pickle.
 
     Raises:
         ConfigError: for a start method that this platform lacks.
@@ -62,7 +60,7 @@ def make_launcher(
     if start_method is None:
         start_method = "fork" if hasattr(sys, "ps1") else "popen"
     if start_method == "popen" or cluster_environment.creates_processes_externally:
-        return ScriptLauncher(cluster_environment, num_processes, num_nodes, guard, sizes)
+        return ScriptLauncher(cluster_environment, num_processes, num_nodes, guard, where)
     if start_method not in mp.get_all_start_methods():
         known = ", ".join(["popen", *mp.get_all_start_methods()])
         raise ConfigError(f"start_method={start_method!r} does not exist on this platform. Choose from {known}.")
@@ -71,7 +69,7 @@ def make_launcher(
             f"start_method={start_method!r} starts the ranks of one machine, but num_nodes={num_nodes}."
             " Use start_method='popen', torchrun or SLURM."
         )
-    return ProcessLauncher(strategy, start_method, sizes)  # type: ignore[arg-type]
+    return ProcessLauncher(strategy, start_method, where)  # type: ignore[arg-type]
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -82,7 +80,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         num_processes: Ranks on this node.
         num_nodes: Nodes.
         guard: The guard of this process.
-        sizes: Of the mesh.
+        where: Names a rank of this node, given its local rank, with its place on the mesh. Must pickle.
     """
 
     def __init__(
@@ -91,16 +89,13 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         num_processes: int,
         num_nodes: int,
         guard: FailureGuard,
-        sizes: Sizes,
+        where: Callable[[int], str],
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._guard = guard
-        self._sizes = sizes
+        self._where = where
         self._file: Path | None = None
         self._failed = False
-
-    def _where(self, local_rank: int) -> str:
-        return where(self.cluster_environment.node_rank() * self.num_processes + local_rank, self._sizes)
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -167,17 +162,17 @@ class ProcessLauncher(_MultiProcessingLauncher):
     Args:
         strategy: The strategy whose ranks are started.
         start_method: ``"fork"``, ``"forkserver"`` or ``"spawn"``.
-        sizes: Of the mesh.
+        where: Names a rank.
     """
 
     def __init__(
         self,
         strategy: ParallelStrategy,
         start_method: Literal["spawn", "fork", "forkserver"],
-        sizes: Sizes,
+        where: Callable[[int], str],
     ) -> None:
         super().__init__(strategy, start_method)
-        self._sizes = sizes
+        self._where = where
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -250,9 +245,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
                 process.join()
                 if process.exitcode:
                     # Ranks that stop because of another one may be faster; what that one left behind comes first.
-                    reason = (
-                        f"{where(rank, self._sizes)} {_ending(process.exitcode)}; the other ranks are being stopped."
-                    )
+                    reason = f"{self._where(rank)} {_ending(process.exitcode)}; the other ranks are being stopped."
                     leave_note(file, reason)
                     _end_together(self.procs, _join_all)
                     raise _rank_error(rank, process, error_files)
