@@ -146,6 +146,13 @@ class ParallelConfig:
                 f"virtual_stages={self.virtual_stages} with pipeline_parallel=1 has no pipeline to interleave. Use"
                 " pipeline_parallel=2 or more, or virtual_stages=1."
             )
+        split, chunks = self.pipeline_split, pp * self.virtual_stages
+        if not isinstance(split, str) and len(split) != chunks:
+            raise ConfigError(
+                f"pipeline_split={list(split)} has {len(split)} sizes, but there are {chunks} pipeline chunks"
+                f" (pipeline_parallel={pp} x virtual_stages={self.virtual_stages}). Give one number of blocks for every"
+                " chunk."
+            )
         return Sizes(pp=pp, dp=dp, tp=tp)
 
     def replace(self, **changes: Any) -> ParallelConfig:

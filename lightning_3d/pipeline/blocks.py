@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_3d import partition
-from lightning_3d.errors import StageError
+from lightning_3d.errors import ConfigError, StageError
 
 
 @dataclass(frozen=True)
@@ -118,14 +118,16 @@ def share_out(
             registration decides what runs before the blocks and what after them.
 
     Raises:
-        StageError: if there are no blocks, or fewer blocks than chunks.
+        ConfigError: if there are fewer blocks than chunks, or the explicit split does not fit.
+        StageError: if there are no blocks.
     """
     blocks = tuple(name for blocks in lists for name in blocks.blocks)
     if num_chunks == 1:
         return ChunkMap(blocks, (0, len(blocks)), {})
     if len(blocks) < num_chunks:
         found = ", ".join(f"{item.name} ({len(item.blocks)})" for item in lists) or "none"
-        raise StageError(
+        kind = ConfigError if blocks else StageError
+        raise kind(
             f"The pipeline asks for {num_chunks} chunks (pipeline stages x virtual stages), but the model has only"
             f" {len(blocks)} blocks to share out (lists of repeated layers found: {found}). Use at most"
             f" {max(1, len(blocks))} chunks, or name the right list with pipeline_blocks."

@@ -41,6 +41,7 @@ def make_launcher(
     start_method: str | None,
     guard: FailureGuard,
     where: Callable[[int], str],
+    check: Callable[[], None],
 ) -> _SubprocessScriptLauncher | _MultiProcessingLauncher:
     """The launcher for a start method.
 
@@ -51,6 +52,7 @@ def make_launcher(
             and ``"spawn"`` start functions. In a notebook the default is ``"fork"``.
         guard: The guard of this process.
         where: Names a rank of this node, given its local rank, with its place on the mesh. Must pickle.
+        check: Called before processes are started; what it raises keeps them from starting. Must pickle.
 
     Raises:
         ConfigError: for a start method that this platform lacks.
@@ -60,7 +62,7 @@ def make_launcher(
     if start_method is None:
         start_method = "fork" if hasattr(sys, "ps1") else "popen"
     if start_method == "popen" or cluster_environment.creates_processes_externally:
-        return ScriptLauncher(cluster_environment, num_processes, num_nodes, guard, where)
+        return ScriptLauncher(cluster_environment, num_processes, num_nodes, guard, where, check)
     if start_method not in mp.get_all_start_methods():
         known = ", ".join(["popen", *mp.get_all_start_methods()])
         raise ConfigError(f"start_method={start_method!r} does not exist on this platform. Choose from {known}.")
@@ -69,7 +71,7 @@ def make_launcher(
             f"start_method={start_method!r} starts the ranks of one machine, but num_nodes={num_nodes}."
             " Use start_method='popen', torchrun or SLURM."
         )
-    return ProcessLauncher(strategy, start_method, where)  # type: ignore[arg-type]
+    return ProcessLauncher(strategy, start_method, where, check)  # type: ignore[arg-type]
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -81,6 +83,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         num_nodes: Nodes.
         guard: The guard of this process.
         where: Names a rank of this node, given its local rank, with its place on the mesh. Must pickle.
+        check: Called before processes are started; what it raises keeps them from starting. Must pickle.
     """
 
     def __init__(
@@ -90,10 +93,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         num_nodes: int,
         guard: FailureGuard,
         where: Callable[[int], str],
+        check: Callable[[], None],
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._guard = guard
         self._where = where
+        self._check_module = check
         self._file: Path | None = None
         self._failed = False
 
@@ -103,6 +108,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if self.cluster_environment.creates_processes_externally:
             self._guard.watch_launcher()
         elif self.num_processes > 1:
+            self._check_module()
             self._file = _note_file()
             variables = launch_variables(self._file)
             os.environ.update(variables)
@@ -170,13 +176,16 @@ class ProcessLauncher(_MultiProcessingLauncher):
         strategy: ParallelStrategy,
         start_method: Literal["spawn", "fork", "forkserver"],
         where: Callable[[int], str],
+        check: Callable[[], None],
     ) -> None:
         super().__init__(strategy, start_method)
         self._where = where
+        self._check_module = check
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         self._check(trainer)
+        self._check_module()
         strategy = self._strategy
         assert strategy.cluster_environment is not None
         file = _note_file()

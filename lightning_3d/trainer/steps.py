@@ -8,9 +8,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -27,6 +27,7 @@ from lightning_3d.trainer.batches import BatchFacts, BatchLedger
 from lightning_3d.trainer.logs import LogRelay
 from lightning_3d.trainer.mirror import StateMirror
 from lightning_3d.trainer.outputs import combine
+from lightning_3d.trainer.preflight import MICRO_BATCHES_PER_STAGE, bubble_warning, check_steps
 from lightning_3d.trainer.report import StepReport
 
 
@@ -64,7 +65,8 @@ class StepRunner:
         self._in_engine = False
         self.times = StepTimes()
         """Where the last training step's time went on this rank."""
-        self._refuse_impossible()
+        check_steps(module, config, mesh.pp.size)
+        self._expected_pieces = config.num_micro_batches or MICRO_BATCHES_PER_STAGE * mesh.pp.size
 
     # --- training --------------------------------------------------------------------------------------------------
 
@@ -72,6 +74,7 @@ class StepRunner:
         """The user's ``training_step`` on a batch; with the engine, its backward too."""
         facts = self._ledger.current
         pieces = self._pieces(args[0], facts, training=True)
+        self._warn_of_bubble(len(pieces))
         self._in_engine = self._mesh.pp.size > 1 or len(pieces) > 1
         if self._mesh.world.size == 1 and not self._in_engine:
             with self._precision.train_step_context():
@@ -110,9 +113,16 @@ class StepRunner:
             sharding, sync = self._assembly.sharding, self._sync
             sharding.prepare_backward(0, last_of_chunk=True, last_of_step=True, sync=sync)
             weighted = loss if isinstance(self._loss_factor, float) and self._loss_factor == 1 else loss * self._loss_factor
-            self._precision.backward(weighted, self._module, optimizer, *args, **kwargs)
+            scaled = self._precision.scale_loss(weighted)
+            self._precision.backward(scaled, self._module, optimizer, *args, **kwargs)
             sharding.finish(sync)
         return self._precision.post_backward(loss, self._module)
+
+    def _warn_of_bubble(self, num_pieces: int) -> None:
+        """Once, when the first batch has fewer samples than the pipeline could use; options were looked at before."""
+        expected, self._expected_pieces = self._expected_pieces, 0
+        if num_pieces < expected and (message := bubble_warning(self._config, self._mesh.pp.size, num_pieces)):
+            rank_zero_warn(message)
 
     @property
     def _parameters(self) -> list[Tensor]:
@@ -254,22 +264,6 @@ class StepRunner:
         loop = self._trainer._active_loop
         progress = getattr(getattr(loop, "epoch_loop", loop), "batch_progress", None)
         return progress.total.ready if progress is not None else 0
-
-    def _refuse_impossible(self) -> None:
-        stages, count = self._mesh.pp.size, self._config.num_micro_batches or 1
-        if not self._module.automatic_optimization and (stages > 1 or count > 1 or self._config.micro_batch_size):
-            raise ConfigError(
-                "This module optimizes manually (automatic_optimization=False), but its batches are cut into"
-                f" micro-batches (pipeline_parallel={stages}, num_micro_batches={self._config.num_micro_batches},"
-                f" micro_batch_size={self._config.micro_batch_size}), whose backward passes the pipeline interleaves. Use"
-                " pipeline_parallel=1 without micro-batches, where tensor parallelism and ZeRO work with manual"
-                " optimization, or let Lightning optimize."
-            )
-        if stages > 1 and is_param_in_hook_signature(self._module.training_step, "dataloader_iter", explicit=True):
-            raise ConfigError(
-                "training_step(dataloader_iter) fetches its own batches, so they cannot be cut into micro-batches for"
-                f" pipeline_parallel={stages}. Take `batch` as argument instead, or use pipeline_parallel=1."
-            )
 
 
 def _loss_of(result: Any) -> Tensor:

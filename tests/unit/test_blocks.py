@@ -106,7 +106,7 @@ def test_flops_split_gives_the_stage_with_a_large_head_fewer_blocks() -> None:
 def test_more_chunks_than_blocks_and_wrong_lists_are_refused_with_the_numbers() -> None:
     model = Gpt(layers=3)
     lists = find_block_lists(model)
-    with pytest.raises(StageError, match="4 chunks .* only 3 blocks"):
+    with pytest.raises(ConfigError, match="4 chunks .* only 3 blocks"):
         share_out(model, lists, 4, "flops")
     with pytest.raises(ConfigError, match="7"):
         share_out(model, lists, 2, [3, 4])

@@ -1,0 +1,67 @@
+"""What can be known to be impossible, or slow, before any process starts."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_3d import tensor_parallel
+from lightning_3d.config import ParallelConfig, Sizes
+from lightning_3d.errors import ConfigError
+from lightning_3d.pipeline.blocks import find_block_lists, share_out
+from lightning_3d.schedules import bubble_fraction
+
+MICRO_BATCHES_PER_STAGE = 4
+"""With fewer of them the bubble is worth a warning; the default of ``num_micro_batches``."""
+
+
+def check_module(module: pl.LightningModule, config: ParallelConfig, sizes: Sizes) -> None:
+    """Find what assembling ``module`` would refuse and one process can see; nothing is changed or sent.
+
+    Raises:
+        ConfigError, PlanError, StageError: if it cannot be laid out as asked.
+    """
+    check_steps(module, config, sizes.pp)
+    if is_overridden("configure_model", module) or is_overridden("configure_sharded_model", module):
+        return  # its layers do not exist yet
+    lists = find_block_lists(module, config.pipeline_blocks)
+    share_out(module, lists, sizes.pp * config.virtual_stages, config.pipeline_split)
+    tensor_parallel.plan(module, [item.blocks for item in lists], config, sizes.tp)
+
+
+def check_steps(module: pl.LightningModule, config: ParallelConfig, stages: int) -> None:
+    """Refuse ways of training that cannot be cut into micro-batches.
+
+    Raises:
+        ConfigError: for manual optimization or ``dataloader_iter`` where batches are cut.
+    """
+    count = config.num_micro_batches or 1
+    if not module.automatic_optimization and (stages > 1 or count > 1 or config.micro_batch_size):
+        raise ConfigError(
+            "This module optimizes manually (automatic_optimization=False), but its batches are cut into"
+            f" micro-batches (pipeline_parallel={stages}, num_micro_batches={config.num_micro_batches},"
+            f" micro_batch_size={config.micro_batch_size}), whose backward passes the pipeline interleaves. Use"
+            " pipeline_parallel=1 without micro-batches, where tensor parallelism and ZeRO work with manual"
+            " optimization, or let Lightning optimize."
+        )
+    if stages > 1 and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ConfigError(
+            "training_step(dataloader_iter) fetches its own batches, so they cannot be cut into micro-batches for"
+            f" pipeline_parallel={stages}. Take `batch` as argument instead, or use pipeline_parallel=1."
+        )
+
+
+def bubble_warning(config: ParallelConfig, stages: int, micro_batches: int) -> str | None:
+    """What to tell a user whose ``micro_batches`` do not fill ``stages`` pipeline stages; ``None`` if they do."""
+    enough = MICRO_BATCHES_PER_STAGE * stages
+    if stages == 1 or micro_batches >= enough:
+        return None
+    here, there = (
+        bubble_fraction(config.schedule, stages, config.virtual_stages, count) for count in (micro_batches, enough)
+    )
+    return (
+        f"{micro_batches} micro-batches per step for {stages} pipeline stages: every stage waits {here:.0%} of each"
+        f" step (the bubble of {config.schedule}); {enough} micro-batches, 4 per stage, would bring it to {there:.0%}."
+        " Use larger batches, smaller micro-batches, or fewer stages."
+    )
