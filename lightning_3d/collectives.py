@@ -18,6 +18,14 @@ from lightning_3d.mesh import Axis
 
 Op = Literal["sum", "max", "min", "avg"]
 
+# torch 2.13 has new names for these two, and warns about the old ones.
+_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# Their names until torch 2.12, which the oldest supported torch still needs.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -116,7 +124,7 @@ def all_gather(
         return _gather_ragged(tensor, axis, dim, sizes, async_op)
     payload = _plain(tensor)
     joined = payload.new_empty((axis.size, *payload.shape))
-    work = dist.all_gather_into_tensor(joined.view(-1), payload.view(-1), group=axis.group, async_op=async_op)
+    work = _gather_flat(joined.view(-1), payload.view(-1), group=axis.group, async_op=async_op)
 
     def finish() -> Tensor:
         whole = joined.movedim(0, dim).flatten(dim, dim + 1) if tensor.dim() else joined
@@ -184,7 +192,7 @@ def reduce_scatter(
     piece = torch.empty_like(pieces[0])
     divide = op == "avg" and not _has_average(axis)
     native = dist.ReduceOp.AVG if op == "avg" and not divide else dist.ReduceOp.SUM
-    work = dist.reduce_scatter_tensor(piece.view(-1), pieces.view(-1), native, group=axis.group, async_op=async_op)
+    work = _scatter_flat(piece.view(-1), pieces.view(-1), native, group=axis.group, async_op=async_op)
     if async_op:
         # ``pieces`` must outlive the collective, so the handle keeps it.
         return _Pending(piece, work, lambda: piece.div_(axis.size) if divide else (pieces, piece)[1])

@@ -175,7 +175,7 @@ class Sizes:
 
 
 def micro_batch_count(config: ParallelConfig, stages: int, batch_size: int) -> int:
-    """How many micro-batches a replica's batch of ``batch_size`` samples is cut into: at least 1, at most a sample each.
+    """How many micro-batches a replica's batch of ``batch_size`` samples is cut into: 1 up to one per sample.
 
     Without an option a pipeline takes four per stage, which leaves a bubble of about a fifth.
     """

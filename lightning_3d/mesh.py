@@ -131,7 +131,9 @@ def build_mesh(sizes: Sizes, device: torch.device) -> Mesh:
     return _mesh(device, device_mesh, axes, control)
 
 
-def _mesh(device: torch.device, device_mesh: DeviceMesh | None, axes: dict[str, Axis], control: dict[str, Axis]) -> Mesh:
+def _mesh(
+    device: torch.device, device_mesh: DeviceMesh | None, axes: dict[str, Axis], control: dict[str, Axis]
+) -> Mesh:
     return Mesh(
         device=device,
         device_mesh=device_mesh,

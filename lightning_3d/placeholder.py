@@ -37,7 +37,8 @@ class Placeholder(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device, requires_grad: bool = False, origin: str = "") -> Self:
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+        """A placeholder with the shape and type of ``meta``."""
+        return Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
             strides=meta.stride(),
@@ -85,8 +86,7 @@ class Placeholder(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    @override
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -114,7 +114,7 @@ class Placeholder(Tensor):
         return pytree.tree_map(wrap, result)
 
     @override
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self.bound is not None:
             return repr(self.bound)
         shape = tuple(self.shape)

@@ -86,7 +86,7 @@ class ThreeDPrecision(Precision):
                 " precision='16-mixed'."
             )
         self.scaler = scaler or (LossScaler() if self.rule.scales_loss else None)
-        self.on_batch: Callable[[Any], None] | None = None
+        self.on_batch: Callable[[Any], Any] | None = None
         """Called with every batch before it is converted; the strategy sets it."""
         self.owned: Sequence[OwnedParameter] = ()
         """This rank's parameters, with what counts in norms; the strategy sets it."""
@@ -120,6 +120,30 @@ class ThreeDPrecision(Precision):
         self._nonfinite = config.nonfinite
         if self.scaler is not None:
             self.scaler.attach(mesh)
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        trainer = getattr(model, "_trainer", None)
+        if trainer is not None and (self.scaler is not None or self._nonfinite == "skip"):
+            self._hold_schedulers(trainer)
+        return model, optimizers, lr_schedulers
+
+    def _hold_schedulers(self, trainer: pl.Trainer) -> None:
+        """Let schedulers that count optimizer steps not advance after one that was left out."""
+        loop = trainer.fit_loop.epoch_loop
+        if "update_lr_schedulers" in vars(loop):
+            return
+        update = loop.update_lr_schedulers
+
+        def update_unless_skipped(interval: str, update_plateau_schedulers: bool) -> None:
+            precision = trainer.precision_plugin
+            if interval == "step" and isinstance(precision, ThreeDPrecision) and precision.step_skipped:
+                return
+            update(interval, update_plateau_schedulers)
+
+        loop.update_lr_schedulers = update_unless_skipped  # type: ignore[method-assign]
 
     @property
     def compute_dtype(self) -> torch.dtype | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -17,36 +17,44 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.fabric.utilities.types import _PATH, ReduceOp
+from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d import checkpoint as checkpoints
 from lightning_3d.collectives import all_reduce
 from lightning_3d.config import ParallelConfig, Sizes
 from lightning_3d.errors import ConfigError
-from lightning_3d.mesh import Mesh, build_mesh, where
+from lightning_3d.mesh import AXES, build_mesh, where
 from lightning_3d.precision import ThreeDPrecision
-from lightning_3d.trainer.assembly import Assembly, assemble
+from lightning_3d.trainer.assembly import assemble
 from lightning_3d.trainer.batches import BatchLedger
 from lightning_3d.trainer.failure import FailureGuard
-from lightning_3d.trainer.host_random import HostRandomState
-from lightning_3d.trainer.launcher import make_launcher
+from lightning_3d.trainer.launcher import ProcessLauncher, make_launcher
 from lightning_3d.trainer.layout import Layout
 from lightning_3d.trainer.loaders import LoaderGate
 from lightning_3d.trainer.predictions import PredictionGate
+from lightning_3d.trainer.preflight import bubble_warning, check_module
+from lightning_3d.trainer.state import StatefulStrategy
 from lightning_3d.trainer.steps import StepRunner
 
 Size = int | Literal["auto"]
 
+_REDUCTIONS: dict[str, Literal["sum", "max", "min", "avg"]] = {
+    "mean": "avg",
+    "avg": "avg",
+    "sum": "sum",
+    "max": "max",
+    "min": "min",
+}
 
-class ThreeDStrategy(ParallelStrategy):
+
+class ThreeDStrategy(StatefulStrategy):
     """Trains an unmodified LightningModule with tensor, pipeline and sharded data parallelism.
 
     The world is a mesh with the axes pp (outermost), dp and tp (innermost). Losses, gradients, clipping, metrics and
@@ -152,30 +160,24 @@ class ThreeDStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timedelta(seconds=timeout_s)
         self.guard = FailureGuard()
-        self._mesh: Mesh | None = None
-        self._assembly: Assembly | None = None
         self._runner: StepRunner | None = None
-        self._loaded_rank_state: Any = None
 
     # --- who and where ---------------------------------------------------------------------------------------------
 
     @property
-    def mesh(self) -> Mesh:
-        """Where this rank stands; ``strategy.mesh.device_mesh`` is torch's ``DeviceMesh`` with axes pp, dp, tp."""
-        if self._mesh is None:
-            raise ConfigError("The mesh exists once the processes have started: from the `setup` hook on.")
-        return self._mesh
+    def mesh(self) -> DeviceMesh:
+        """Torch's ``DeviceMesh`` with the axes ``"pp"``, ``"dp"`` and ``"tp"``."""
+        topology = self.topology
+        if topology.device_mesh is not None:
+            return topology.device_mesh
+        if not _distributed_is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return DeviceMesh(topology.device.type, torch.zeros(1, 1, 1, dtype=torch.int), mesh_dim_names=AXES)
 
     @property
     def layout(self) -> Layout:
         """Resolved sizes, schedule, chunks, and the blocks of every stage; ``str`` of it is what rank 0 prints."""
         return self._assembled.layout
-
-    @property
-    def _assembled(self) -> Assembly:
-        if self._assembly is None:
-            raise ConfigError("The module is laid out when the Trainer sets it up: from the `on_fit_start` hook on.")
-        return self._assembly
 
     @property
     @override
@@ -196,7 +198,7 @@ class ThreeDStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.mesh.dp.size, "rank": self.mesh.dp.rank}
+        return {"num_replicas": self.topology.dp.size, "rank": self.topology.dp.rank}
 
     @property
     @override
@@ -218,7 +220,7 @@ class ThreeDStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     # --- set-up ----------------------------------------------------------------------------------------------------
 
@@ -228,11 +230,30 @@ class ThreeDStrategy(ParallelStrategy):
         sizes = self.config.sizes(self.num_nodes * self.num_processes, self.num_processes)
         first = self.node_rank * self.num_processes
         self._launcher = make_launcher(
-            self, self.cluster_environment, self.config.start_method, self.guard, _Where(first, sizes)
+            self,
+            self.cluster_environment,
+            self.config.start_method,
+            self.guard,
+            _Where(first, sizes),
+            self.check_before_launch,
         )
+        if (count := self.config.num_micro_batches) and (message := bubble_warning(self.config, sizes.pp, count)):
+            rank_zero_warn(message)
+
+    def check_before_launch(self) -> None:
+        """Refuse a module that cannot be laid out as asked while there is one process; the launcher calls it.
+
+        Raises:
+            ConfigError, PlanError, StageError: naming what cannot work.
+        """
+        if self.lightning_module is not None:
+            sizes = self.config.sizes(self.num_nodes * self.num_processes, self.num_processes)
+            check_module(self.lightning_module, self.config, sizes)
 
     @override
     def setup_environment(self) -> None:
+        # Lightning's own use of an old name of torch's, at every optimizer step of every rank.
+        warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
         super().setup_environment()
         if self._mesh is not None:
             self.guard.start(self._mesh)
@@ -253,20 +274,20 @@ class ThreeDStrategy(ParallelStrategy):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
-        self._ledger = BatchLedger(self.mesh.dp.size)
-        self._gate = LoaderGate(trainer, self.mesh, self._ledger, self.config)
-        self._precision.attach(self.mesh, self.config)
+        self._ledger = BatchLedger(self.topology.dp.size)
+        self._gate = LoaderGate(trainer, self.topology, self._ledger, self.config)
+        self._precision.attach(self.topology, self.config)
         self._precision.on_batch = self._ledger.take
         if self._assembly is None or self._assembly.stage.module is not module:
-            self._assembly = assemble(module, self.config, self.mesh, self._precision)
+            self._assembly = assemble(module, self.config, self.topology, self._precision)
             rank_zero_info(str(self._assembly.layout))
-            if self.mesh.tp.size > 1:
+            if self.topology.tp.size > 1:
                 rank_zero_info(str(self._assembly.plan))
         self.model = module
         self._precision.owned = self._assembly.sharding.owned
-        self._predictions = PredictionGate(trainer, self.mesh, self._ledger)
+        self._predictions = PredictionGate(trainer, self.topology, self._ledger)
         self._runner = StepRunner(
-            trainer, module, self._assembly, self.config, self.mesh, self._precision, self._ledger
+            trainer, module, self._assembly, self.config, self.topology, self._precision, self._ledger
         )
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -329,6 +350,16 @@ class ThreeDStrategy(ParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._steps.evaluation_step("predict", *args, **kwargs)
 
+    @property
+    def idle_fraction(self) -> float | None:
+        """Share of the last training step that this rank waited for other stages; ``None`` without a pipeline."""
+        return self._steps.times.idle_fraction if self.topology.pp.size > 1 else None
+
+    def on_train_end(self) -> None:
+        """After the last epoch."""
+        if isinstance(self._launcher, ProcessLauncher):
+            self.final_state_dict = self.full_state_dict()  # the process that started this one takes it over
+
     def on_predict_start(self) -> None:
         """Keep fillers and peers out of the predictions."""
         self._predictions.install()
@@ -353,121 +384,36 @@ class ThreeDStrategy(ParallelStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         if _distributed_is_initialized():
-            dist.barrier(group=self.mesh.control_world.group)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _distributed_is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src, group=self.mesh.control_world.group, device=torch.device("cpu"))
-        return box[0]
+            dist.barrier(group=self.topology.control_world.group)
 
     @override
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Tensor | Any:
-        if not isinstance(tensor, Tensor) or self.mesh.dp.size == 1:
+        if not isinstance(tensor, Tensor) or self.topology.dp.size == 1:
             return tensor
-        op = str(reduce_op or "sum").lower().rsplit(".", 1)[-1]
+        name = str(reduce_op or "sum").lower().rsplit(".", 1)[-1]
+        op = _REDUCTIONS.get(name)
+        if op is None:
+            raise ConfigError(f"reduce_op={reduce_op!r} is not known. Use one of {', '.join(map(repr, _REDUCTIONS))}.")
         value = tensor.to(self.root_device).clone()
-        whole = value if value.is_floating_point() or op != "mean" else value.to(torch.get_default_dtype())
-        all_reduce(whole, self.mesh.dp, "avg" if op in ("mean", "avg") else op)
-        return whole
+        if op == "avg" and not value.is_floating_point():
+            value = value.to(torch.get_default_dtype())
+        return all_reduce(value, self.topology.dp, op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        if self.mesh.dp.size == 1:
+        if self.topology.dp.size == 1:
             return tensor
-        return _all_gather_ddp_if_available(tensor, group=self.mesh.dp.group, sync_grads=sync_grads)
+        return _all_gather_ddp_if_available(tensor, group=self.topology.dp.group, sync_grads=sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self.mesh.world.size == 1:
+        if self.topology.world.size == 1:
             return decision
         value = torch.tensor(int(decision))
-        all_reduce(value, self.mesh.control_world, "min" if all else "max")
+        all_reduce(value, self.topology.control_world, "min" if all else "max")
         return bool(value)
-
-    # --- checkpoints -----------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model by its original names: this rank's part, and placeholders for that of other stages."""
-        return self._model_state().local_state_dict()
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
-    ) -> None:
-        """Write a checkpoint directory that loads at any layout; collective.
-
-        Raises:
-            CheckpointError: on every rank, if a rank could not write its part.
-        """
-        if storage_options is not None:
-            raise ConfigError("storage_options go to a CheckpointIO, which sharded checkpoints do not use. Leave them out.")
-        path = self.broadcast(str(filepath))
-        checkpoints.save(path, checkpoint, self._model_state(), self.mesh, rank_state=self._rank_state())
-
-    @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = checkpoints.read(self.broadcast(str(checkpoint_path)), self.mesh, weights_only)
-        if state := checkpoint.pop(checkpoints.RANK_STATE, None):
-            self._loaded_rank_state = state["state"]
-        return checkpoint
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        checkpoints.load_model(checkpoint["state_dict"], self._model_state(), self.mesh, strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.lightning_module is not None
-        strict = self.lightning_module.strict_loading
-        checkpoints.load_optimizers(checkpoint["optimizer_states"], self._model_state(), self.mesh, strict)
-        if self._loaded_rank_state is not None:
-            HostRandomState.of(self._loaded_rank_state).set()
-            self._loaded_rank_state = None
-
-    @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
-        if self.is_global_zero:
-            checkpoints.remove(filepath)
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's state dict, as the module in one process would give it; collective.
-
-        Returns:
-            On rank 0 every tensor in host memory under its original name; an empty dict on the other ranks.
-        """
-        return checkpoints.full_state_dict(self._model_state(), self.mesh)
-
-    def _model_state(self) -> checkpoints.ModelState:
-        assembly, module = self._assembled, self.lightning_module
-        assert module is not None
-        assembly.sharding.release()
-        persistent = set(assembly.keys)
-        buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
-        return checkpoints.ModelState(
-            parameters=dict(module.named_parameters(remove_duplicate=False)),
-            keys=assembly.keys,
-            module=module,
-            buffers=buffers,
-            borrowed=assembly.borrowed(buffers),
-            ties=assembly.ties,
-            cuts=assembly.plan.cuts,
-            optimizers=self.optimizers,
-            layout={"zero_stage": self.config.zero_stage, "schedule": self.config.schedule},
-        )
-
-    def _rank_state(self) -> Any:
-        return HostRandomState.get().state
 
 
 @dataclass(frozen=True)

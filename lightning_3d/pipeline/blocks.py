@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -229,9 +229,6 @@ def _parameter_cost(module: nn.Module, recurse: bool = True) -> float:
 
 def _flop_cost(module: nn.Module, recurse: bool = True) -> float:
     """Multiply-adds per token: one for every weight of a matrix; looking up an embedding costs none."""
-    cost: Callable[[nn.Module], float] = lambda part: (
-        0.0
-        if isinstance(part, nn.Embedding)
-        else float(sum(p.numel() for p in part.parameters(recurse=False) if p.dim() > 1))
-    )
-    return sum(cost(part) for part in module.modules()) if recurse else cost(module)
+    parts = module.modules() if recurse else [module]
+    matrices = (p for part in parts if not isinstance(part, nn.Embedding) for p in part.parameters(recurse=False))
+    return float(sum(matrix.numel() for matrix in matrices if matrix.dim() > 1))

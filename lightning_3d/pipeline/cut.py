@@ -1,4 +1,4 @@
-"""Running the user's whole step for one chunk of the model: what comes before is a placeholder, what comes after is not run."""
+"""Running the user's whole step for one chunk: what comes before is a placeholder, what comes after is not run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lightning_3d.placeholder import Placeholder, is_placeholder, placeholder_pa
 Receive = Callable[[list[int], list[Placeholder]], list[Tensor]]
 
 
-class StageEnd(BaseException):  # noqa: N818 - not an error: it ends the user's step where the next chunk begins
-    """Raised by the first block of the next chunk; carries the flattened arguments of its call."""
+class StageEnd(BaseException):
+    """No error: the first block of the next chunk ends the user's step, with the flattened arguments of its call."""
 
     def __init__(self, leaves: list[Any]) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Cut:
         modules = dict(self.module.named_modules(remove_duplicate=False))
         for index, name in enumerate(self.chunks.blocks):
             blocks = [modules[name]] if self.owns(name) else []
-            stand_ins = ([] if blocks else [modules[name]]) + [twin for key, (_, _, twin) in self._twins.items() if key == name]
+            stand_ins = [self._twins[name][2]] if name in self._twins else [] if blocks else [modules[name]]
             for stand_in in stand_ins:
                 stand_in.forward = StandIn(stand_in, name)
             for block in (*blocks, *stand_ins):
@@ -216,6 +216,7 @@ class StandIn:
         self._memory: dict[Any, tuple[list[Any], Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer as the block would, with placeholders."""
         leaves, spec = pytree.tree_flatten(resolve((args, kwargs)))
         key = self._key(leaves, spec)
         if key is not None and key in self._memory:

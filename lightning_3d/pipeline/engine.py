@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -257,7 +257,8 @@ class Engine:
     def _post_backward_receive(self, action: Action, piece: MicroBatch) -> None:
         flight = self._flights.get((action.chunk, piece.index))
         if flight is not None and flight.sent is not None:
-            self._arriving[Kind.RECV_B, action.chunk, piece.index] = self._receive_gradients(action.chunk, piece, flight)
+            pending = self._receive_gradients(action.chunk, piece, flight)
+            self._arriving[Kind.RECV_B, action.chunk, piece.index] = pending
 
     def _receive_gradients(self, chunk: int, piece: MicroBatch, flight: _Flight) -> Pending:
         facts = [Fact.of(tensor) for tensor in flight.outputs if tensor.requires_grad]
@@ -337,7 +338,7 @@ class Engine:
             " steps that use only a part of the model."
         )
 
-    _HANDLERS: dict[Kind, Callable[[Engine, Action, MicroBatch], None]] = {
+    _HANDLERS: ClassVar[Mapping[Kind, Callable[[Engine, Action, MicroBatch], None]]] = {
         Kind.RECV_F: _post_forward_receive,
         Kind.F: _forward,
         Kind.SEND_F: _send_forward,

@@ -25,7 +25,7 @@ def recompute_blocks(blocks: Sequence[nn.Module], every: str | int | None) -> in
     step = 1 if every == "full" else int(every)
     chosen = blocks[::step]
     for block in chosen:
-        block.forward = _Recompute(block)  # type: ignore[method-assign]
+        block.forward = _Recompute(block)
     return len(chosen)
 
 

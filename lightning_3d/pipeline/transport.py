@@ -106,7 +106,7 @@ def _tag(kind: int, chunk: int, micro_batch: int, index: int) -> int:
 
 
 def _make_groups(mesh: Mesh) -> list[ProcessGroup | None]:
-    """Four groups over the pipeline ranks of every column, made by all ranks in one order, and their connections opened.
+    """Four groups over the pipeline ranks of every column, made by all ranks in one order, and opened.
 
     NCCL opens a connection in the first message of a pair; done here, no schedule waits for it.
     """

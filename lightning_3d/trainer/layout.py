@@ -20,7 +20,7 @@ class Layout:
     num_micro_batches: int | None
     """Micro-batches per replica and step, where an option fixes it or the pipeline's default applies."""
     chunks: tuple[tuple[str, ...], ...]
-    """Names of the blocks of every chunk, in the order of the forward; chunk c runs on stage ``c % pipeline_parallel``."""
+    """Names of the blocks of every chunk, in forward order; chunk c runs on stage ``c % pipeline_parallel``."""
     outside: tuple[tuple[str, ...], ...]
     """Names of the modules with parameters outside of the blocks that every chunk holds."""
     parameters: tuple[int, ...]
@@ -55,7 +55,8 @@ class Layout:
         head = f"{sizes} = {self.world_size} ranks, ZeRO-{self.zero_stage}"
         if self.pipeline_parallel > 1:
             chunks = f", {self.virtual_stages} chunks per stage" if self.virtual_stages > 1 else ""
-            head += f", {self.schedule}{chunks}, {self.num_micro_batches} micro-batches, bubble {self.bubble:.1%} of the step"
+            head += f", {self.schedule}{chunks}, {self.num_micro_batches} micro-batches"
+            head += f", bubble {self.bubble:.1%} of the step"
         options = [
             text
             for text, on in (

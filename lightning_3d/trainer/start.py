@@ -34,8 +34,8 @@ def share_weights(module: nn.Module, mesh: Mesh) -> bool:
     count = torch.tensor([len(tensors), sum(tensor.numel() for tensor in tensors)])
     if _differs(count, mesh):
         raise ConfigError(
-            "The ranks built modules with different parameters or buffers, so they cannot train together. Build the same"
-            " module everywhere: nothing in its construction may depend on the rank."
+            "The ranks built modules with different parameters or buffers, so they cannot train together. Build the"
+            " same module everywhere: nothing in its construction may depend on the rank."
         )
     if not tensors or not _differs(torch.stack([_checksum(tensor) for tensor in tensors]), mesh):
         return False

@@ -112,7 +112,8 @@ class StepRunner:
         else:
             sharding, sync = self._assembly.sharding, self._sync
             sharding.prepare_backward(0, last_of_chunk=True, last_of_step=True, sync=sync)
-            weighted = loss if isinstance(self._loss_factor, float) and self._loss_factor == 1 else loss * self._loss_factor
+            is_whole = isinstance(self._loss_factor, float) and self._loss_factor == 1
+            weighted = loss if is_whole else loss * self._loss_factor
             scaled = self._precision.scale_loss(weighted)
             self._precision.backward(scaled, self._module, optimizer, *args, **kwargs)
             sharding.finish(sync)
@@ -141,7 +142,8 @@ class StepRunner:
         """Take the last step's gradients off the parameters, and keep them only if user code may look at them."""
         module = self._module
         looks = is_overridden("on_before_zero_grad", module) or is_overridden("optimizer_zero_grad", module)
-        looks = looks or any(is_overridden("on_before_zero_grad", item, pl.Callback) for item in self._trainer.callbacks)
+        callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        looks = looks or any(is_overridden("on_before_zero_grad", callback, pl.Callback) for callback in callbacks)
         old = [(parameter, parameter.grad if looks else None) for parameter in self._parameters]
         for parameter, _ in old:
             parameter.grad = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +18,14 @@ from torch.utils.data import DataLoader
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.checkpoint import full_state_dict
+from lightning_3d.collectives import all_gather
+from lightning_3d.placeholder import is_placeholder
+from lightning_3d.sharding.gradients import sharded_axes
+from lightning_3d.sharding.reducer import local_of
 
 GLOBAL_BATCH = 12
-LENGTH, VOCAB = 8, 24
+STEPS = 3
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 @dataclass
@@ -32,6 +39,59 @@ class Numbers:
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     rates: list[float] = field(default_factory=list)
     validation: dict[str, float] = field(default_factory=dict)
+    drift: dict[str, float] = field(default_factory=dict)
+    """By name: by how much ranks that hold the same parameter differ in it; no name where they agree to the bit."""
+
+    def flat(self) -> dict[str, dict[str, Tensor]]:
+        """Kind of number -> what it is exactly -> value."""
+        return {
+            "logged": {f"{key} of batch {i}": _number(v) for i, row in enumerate(self.logged) for key, v in row.items()},
+            "norm": {f"norm of step {i}": _number(norm) for i, norm in enumerate(self.norms)},
+            "gradient": {f"{name} of step {i}": g for i, row in enumerate(self.gradients) for name, g in row.items()},
+            "weight": self.weights,
+            "optimizer": self.optimizer,
+            "rate": {f"rate of batch {i}": _number(rate) for i, rate in enumerate(self.rates)},
+            "validation": {key: _number(value) for key, value in self.validation.items()},
+        }
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference among numbers of one kind, relative to 1 + their size, and where it is."""
+
+    value: float
+    where: str
+
+
+def compare(expected: Numbers, got: Numbers) -> dict[str, Difference]:
+    """By kind of number, where two runs differ most. Other names or another count of anything count as infinite."""
+    worst: dict[str, Difference] = {}
+    for kind, wanted in expected.flat().items():
+        found = got.flat()[kind]
+        worst[kind] = Difference(0.0, "")
+        if wanted.keys() != found.keys():
+            worst[kind] = Difference(math.inf, f"only in one of them: {sorted(wanted.keys() ^ found.keys())}")
+            continue
+        for name, value in wanted.items():
+            excess = ((value - found[name]).abs() / (1 + value.abs())).double()
+            size = float(excess.nan_to_num(nan=math.inf).max()) if excess.numel() else 0.0
+            if size > worst[kind].value:
+                worst[kind] = Difference(size, name)
+    return worst
+
+
+def assert_parity(expected: Numbers, got: Numbers, tolerance: float) -> dict[str, Difference]:
+    """Assert that the runs agree, and that ranks which hold the same parameter hold the same bits."""
+    assert got.drift == {}, f"ranks that hold the same parameters differ in them: {got.drift}"
+    assert len(expected.norms) == STEPS and expected.weights
+    differences = compare(expected, got)
+    wrong = [f"{kind}: {d.value:.1e} ({d.where})" for kind, d in differences.items() if d.value > tolerance]
+    assert not wrong, f"more than {tolerance:.0e} apart: " + "; ".join(wrong)
+    return differences
 
 
 class Recorder(Callback):
@@ -41,12 +101,12 @@ class Recorder(Callback):
         self.numbers = Numbers()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        gradients = _whole(trainer, pl_module, lambda name, p: _or_zeros(p.grad, p))
+        gradients = _whole(trainer, pl_module, lambda p: _or_zeros(p.grad, p))
         self.numbers.gradients.append(gradients)
         if isinstance(trainer.strategy, ThreeDStrategy):
             norm = trainer.strategy.gradient_norm()
         else:
-            norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients.values()]))
+            norm = torch.linalg.vector_norm(torch.stack([g.double().norm() for g in gradients.values()]))
         self.numbers.norms.append(float(norm))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -59,72 +119,79 @@ class Recorder(Callback):
         self.numbers.validation.update(metrics)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.numbers.weights = _whole(trainer, pl_module, lambda name, p: p)
+        self.numbers.weights = _whole(trainer, pl_module, lambda p: p)
         state = trainer.optimizers[0].state
-        for key in ("exp_avg", "exp_avg_sq"):
-            moments = _whole(trainer, pl_module, lambda name, p, key=key: _or_zeros(state.get(p, {}).get(key), p))
+        for key in _MOMENTS:
+            moments = _whole(trainer, pl_module, lambda p, key=key: _or_zeros(state.get(p, {}).get(key), p))
             self.numbers.optimizer.update({f"{name}.{key}": value for name, value in moments.items()})
+        if isinstance(trainer.strategy, ThreeDStrategy):
+            self.numbers.drift = _drift(trainer.strategy, pl_module)
 
 
 def _or_zeros(value: Tensor | None, parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if value is None else value
 
 
-def _whole(
-    trainer: Trainer, module: LightningModule, pick: Callable[[str, nn.Parameter], Tensor]
-) -> dict[str, Tensor]:
+def _whole(trainer: Trainer, module: LightningModule, pick: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
     """A tensor for every parameter, whole, on rank 0."""
     strategy = trainer.strategy
     if not isinstance(strategy, ThreeDStrategy):
-        return {name: pick(name, p).detach().clone() for name, p in module.named_parameters()}
+        return {name: pick(p).detach().clone() for name, p in module.named_parameters()}
     state = strategy._model_state()
-    from lightning_3d.placeholder import is_placeholder
-
-    chosen = {name: p if is_placeholder(p) else pick(name, p) for name, p in module.named_parameters()}
+    chosen = {name: p if is_placeholder(p) else pick(p) for name, p in module.named_parameters()}
     names = tuple(key for key in state.keys if key in chosen and key not in state.ties)
-    whole = full_state_dict(dataclasses.replace(state, parameters=chosen, keys=names, ties={}, buffers={}), strategy.mesh)
-    return {name: value.clone() for name, value in whole.items()}
+    part = dataclasses.replace(state, parameters=chosen, keys=names, ties={}, buffers={})
+    return {name: value.clone() for name, value in full_state_dict(part, strategy.mesh).items()}
 
 
-def tokens(num: int) -> Sequence[Tensor]:
-    """Token rows ``[num, LENGTH + 1]``."""
-    generator = torch.Generator().manual_seed(7)
-    return list(torch.randint(VOCAB, (num, LENGTH + 1), generator=generator))
+def _drift(strategy: ThreeDStrategy, module: LightningModule) -> dict[str, float]:
+    """Compare the parameters that several ranks of an axis hold whole, tied copies on other stages included."""
+    mesh, found = strategy.mesh, {}
+    held = {name: p for name, p in module.named_parameters() if not is_placeholder(p)}
+    for axis in (mesh.dp, mesh.tp):
+        for name, parameter in held.items():
+            if axis.size > 1 and axis.name not in sharded_axes(parameter):
+                local = local_of(parameter).detach()
+                copies = all_gather(local.reshape(1, -1), axis, 0)
+                if not torch.equal(copies, copies[:1].expand_as(copies)):
+                    found[f"{name} over {axis.name}"] = float((copies - copies[:1]).abs().max())
+    for tie in strategy._assembled.sharding._ties:
+        copies = all_gather(local_of(tie.param).detach().reshape(1, -1), tie.axis, 0)
+        if not torch.equal(copies, copies[:1].expand_as(copies)):
+            found[f"{tie.name} over stages"] = float((copies - copies[:1]).abs().max())
+    return found
 
 
 def run(
     make_module: Callable[[], LightningModule],
+    data: Sequence[Any],
     replicas: int = 1,
     strategy: ThreeDStrategy | None = None,
-    num_samples: int = 3 * GLOBAL_BATCH,
-    steps: int = 3,
     devices: int = 1,
-    precision: str = "64-true",
-    batch: int = GLOBAL_BATCH,
-    dataset: Sequence[Any] | None = None,
+    precision: str | None = "64-true",
     **trainer: Any,
 ) -> Numbers:
-    """Train for ``steps`` optimizer steps and give the numbers of this rank."""
-    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    """Train for a few optimizer steps, and give the numbers of this rank."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     seed_everything(11, verbose=False)
     module = make_module()
-    data = dataset if dataset is not None else tokens(num_samples)
-    loader = DataLoader(data, batch_size=batch // replicas)
+    batch = GLOBAL_BATCH // replicas
     recorder = Recorder()
+    options: Mapping[str, Any] = {"num_sanity_val_steps": 0, **trainer}
     fit = Trainer(
         accelerator="cpu",
         devices=devices,
         strategy=strategy or "auto",
         precision=precision,  # type: ignore[arg-type]
-        max_steps=steps,
+        max_steps=STEPS,
         max_epochs=-1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[recorder],
-        num_sanity_val_steps=trainer.pop("num_sanity_val_steps", 0),
-        **trainer,
+        **options,
     )
-    fit.fit(module, loader, DataLoader(data, batch_size=batch // replicas))
+    fit.fit(module, DataLoader(data, batch_size=batch), DataLoader(data, batch_size=batch))
     return recorder.numbers

@@ -1,0 +1,134 @@
+"""What Lightning asks a strategy about the state of a run: saved and loaded at any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_3d import checkpoint as checkpoints
+from lightning_3d.config import ParallelConfig
+from lightning_3d.errors import ConfigError
+from lightning_3d.mesh import Mesh
+from lightning_3d.trainer.assembly import Assembly
+from lightning_3d.trainer.host_random import HostRandomState
+
+
+class StatefulStrategy(ParallelStrategy):
+    """A strategy whose ranks each hold a part of the model, and which knows which part."""
+
+    config: ParallelConfig
+    _mesh: Mesh | None = None
+    _assembly: Assembly | None = None
+    _loaded_rank_state: Any = None
+    final_state_dict: dict[str, Tensor] | None = None
+    """The whole model after a run in processes that end with it, for the process that started them."""
+
+    @property
+    def topology(self) -> Mesh:
+        """Where this rank stands on the mesh, and the ranks that it meets along every axis."""
+        if self._mesh is None:
+            raise ConfigError("The mesh exists once the processes have started: from the `setup` hook on.")
+        return self._mesh
+
+    @property
+    def _assembled(self) -> Assembly:
+        if self._assembly is None:
+            raise ConfigError("The module is laid out when the Trainer sets it up: from the `on_fit_start` hook on.")
+        return self._assembly
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not _distributed_is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src, group=self.topology.control_world.group, device=torch.device("cpu"))
+        return box[0]
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model by its original names: this rank's part, and placeholders for that of other stages."""
+        return self._model_state().local_state_dict()
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint directory that loads at any layout; collective.
+
+        Raises:
+            CheckpointError: on every rank, if a rank could not write its part.
+        """
+        if storage_options is not None:
+            raise ConfigError(
+                "storage_options were given, but they go to a CheckpointIO, which sharded checkpoints do not use. Leave"
+                " them out."
+            )
+        path = self.broadcast(str(filepath))
+        checkpoints.save(path, checkpoint, self._model_state(), self.topology, rank_state=self._rank_state())
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = checkpoints.read(self.broadcast(str(checkpoint_path)), self.topology, weights_only)
+        if state := checkpoint.pop(checkpoints.RANK_STATE, None):
+            self._loaded_rank_state = state["state"]
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        checkpoints.load_model(checkpoint["state_dict"], self._model_state(), self.topology, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        strict = self.lightning_module.strict_loading
+        checkpoints.load_optimizers(checkpoint["optimizer_states"], self._model_state(), self.topology, strict)
+        if self._loaded_rank_state is not None:
+            HostRandomState.of(self._loaded_rank_state).set()
+            self._loaded_rank_state = None
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        if self.is_global_zero:
+            checkpoints.remove(filepath)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's state dict, as the module in one process would give it; collective.
+
+        Returns:
+            On rank 0 every tensor in host memory under its original name; an empty dict on the other ranks.
+        """
+        return checkpoints.full_state_dict(self._model_state(), self.topology)
+
+    def _model_state(self) -> checkpoints.ModelState:
+        assembly, module = self._assembled, self.lightning_module
+        assert module is not None
+        assembly.sharding.release()
+        persistent = set(assembly.keys)
+        buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+        return checkpoints.ModelState(
+            parameters=dict(module.named_parameters(remove_duplicate=False)),
+            keys=assembly.keys,
+            module=module,
+            buffers=buffers,
+            borrowed=assembly.borrowed(buffers),
+            ties=assembly.ties,
+            cuts=assembly.plan.cuts,
+            optimizers=self.optimizers,
+            layout={"zero_stage": self.config.zero_stage, "schedule": self.config.schedule},
+        )
+
+    def _rank_state(self) -> Any:
+        return HostRandomState.get().state
