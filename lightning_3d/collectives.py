@@ -22,10 +22,6 @@ Op = Literal["sum", "max", "min", "avg"]
 _gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Their names until torch 2.12, which the oldest supported torch still needs.
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 

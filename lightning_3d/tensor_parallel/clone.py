@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 Make = Callable[[str, Tensor], Tensor]
 
@@ -34,6 +37,23 @@ def clone_block(block: nn.Module, make_parameter: Make, make_tensor: Make) -> nn
         for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
             hooks.clear()
     return cloned
+
+
+class GuessValues(TorchDispatchMode):
+    """Answers zero, or False, where code asks for the value of a meta tensor, so that it goes on one way."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in _READS and args[0].is_meta:
+            return False if func is not torch.ops.aten._local_scalar_dense.default or args[0].dtype == torch.bool else 0
+        return func(*args, **(kwargs or {}))
+
+
+_READS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.is_nonzero.default,
+)
 
 
 def meta_clone(block: nn.Module) -> nn.Module:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_3d.tensor_parallel.clone import meta_clone
+from lightning_3d.tensor_parallel.clone import GuessValues, meta_clone
 from lightning_3d.tensor_parallel.layers import is_linear
 from lightning_3d.tensor_parallel.layout import Position
 from lightning_3d.tensor_parallel.probe import BlockCall
@@ -69,7 +69,7 @@ def observe(block: nn.Module, call: BlockCall) -> Observation:
         watch.hidden = leaves[hidden]
         leaves[hidden] = leaves[hidden].view_as(leaves[hidden])  # not a leaf: blocks may write into it
     args, kwargs = pytree.tree_unflatten(leaves, spec)
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]), watch:
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), watch, GuessValues():
         output = twin(*args, **kwargs)
     return watch.finish(output)
 

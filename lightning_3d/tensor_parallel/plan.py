@@ -113,10 +113,13 @@ def plan(module: nn.Module, blocks: Sequence[Sequence[str]], config: ParallelCon
     )
     names = [name for chain in blocks for name in chain]
     kinds = _kinds(module, names, rules)
-    length = tp_size * -(-8 // tp_size)
-    calls = probe(module, [kind[0] for kind in kinds], length)
+    # Batch and sequence both divide by the ranks and differ, so that a mix-up of the two shows.
+    batch, length = tp_size, tp_size * max(2, -(-8 // tp_size))
+    calls = probe(module, [kind[0] for kind in kinds], batch, length)
     for kind in kinds:
-        made.blocks.append(_plan_kind(module, kind, calls, rules, tp_size, derive, config.sequence_parallel, length))
+        made.blocks.append(
+            _plan_kind(module, kind, calls, rules, tp_size, derive, config.sequence_parallel, (batch, length))
+        )
     _plan_outside(module, names, rules, derive, calls, made)
     return made
 
@@ -143,19 +146,27 @@ def _plan_kind(
     tp: int,
     derive: bool,
     sequence: bool,
-    length: int,
+    made_up: tuple[int, int],
 ) -> BlockPlan:
     name = names[0]
     block = module.get_submodule(name)
     inside = {layer.removeprefix(f"{name}."): rule for layer, rule in rules.items() if layer.startswith(f"{name}.")}
-    call, seen, fault = _observed(block, calls.blocks.get(name), length)
+    call, seen, fault = _observed(block, calls.blocks.get(name), *made_up)
     made = BlockPlan(names, call)
     if call is None or seen is None:
         _without_observation(name, block, inside, made, sequence, fault)
         return made
     cuts = find_cuts(name, block, seen, inside, tp, derive, sequence)
     made.notes = cuts.notes
-    made.sequence_dim = _sequence_dim(block, call) if sequence else None
+    if sequence:
+        made.sequence_dim = _sequence_dim(block, call)
+        found = call.leaves()[0][call.hidden].shape[made.sequence_dim] if call.hidden >= 0 else 0
+        if found == 0 or found % tp:
+            raise PlanError(
+                f"sequence_parallel cannot be checked for {name}: the example's sequence of {found} does not divide by"
+                f" tensor_parallel={tp}. Make example_input_array as long as the sequences of the data, which have to"
+                f" divide by {tp}, or use sequence_parallel=False."
+            )
     made.fixed = BlockLayout((), tuple(cuts.attentions), tuple(cuts.columns), tuple(cuts.rows))
     made.sources = {**cuts.attentions, **cuts.columns, **cuts.rows}
     _fit_shapes(name, block, call, cuts, made, tp)
@@ -163,11 +174,11 @@ def _plan_kind(
 
 
 def _observed(
-    block: nn.Module, call: BlockCall | None, length: int
+    block: nn.Module, call: BlockCall | None, batch: int, length: int
 ) -> tuple[BlockCall | None, Observation | None, str]:
     """A call of the block and what it showed; a made-up call where the model showed none."""
     fault = ""
-    for candidate in [call] if call is not None else list(_guesses(block, length)):
+    for candidate in [call] if call is not None else _guesses(block, batch, length):
         try:
             return candidate, observe(block, candidate), ""
         except Exception as error:
@@ -175,13 +186,13 @@ def _observed(
     return None, None, fault or "no linear layer tells the size of its hidden states"
 
 
-def _guesses(block: nn.Module, length: int) -> list[BlockCall]:
+def _guesses(block: nn.Module, batch: int, length: int) -> list[BlockCall]:
     import torch
 
     size = next((features(part)[0] for part in block.modules() if is_linear(part)), 0)
     if not size:
         return []
-    state = torch.zeros(2, length, size, device="meta", dtype=next(block.parameters()).dtype)
+    state = torch.zeros(batch, length, size, device="meta", dtype=next(block.parameters()).dtype)
     return [BlockCall((state,), {}), BlockCall((state[:, 0],), {}), BlockCall((state, state), {})]
 
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-BATCH = 2
+from lightning_3d.tensor_parallel.clone import GuessValues
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Stop(Exception):
     """The last block of interest has been called."""
 
 
-def probe(root: nn.Module, wanted: Sequence[str], sequence_length: int) -> Calls:
+def probe(root: nn.Module, wanted: Sequence[str], batch: int, length: int) -> Calls:
     """Run ``root`` or the part of it that holds the blocks on meta tensors until all ``wanted`` blocks were called.
 
     Tries the module's own examples (``example_input_array``, ``dummy_inputs``), then token ids, then hidden states.
@@ -58,10 +58,11 @@ def probe(root: nn.Module, wanted: Sequence[str], sequence_length: int) -> Calls
     Args:
         root: The whole model; left as it is.
         wanted: Names of blocks.
-        sequence_length: Length of made-up inputs.
+        batch: Samples of made-up inputs.
+        length: Sequence length of made-up inputs.
     """
     calls = Calls()
-    for module, arguments in _attempts(root, wanted, sequence_length):
+    for module, arguments in _attempts(root, wanted, batch, length):
         if all(name in calls.blocks for name in wanted):
             break
         for args, kwargs in arguments():
@@ -77,7 +78,7 @@ def probe(root: nn.Module, wanted: Sequence[str], sequence_length: int) -> Calls
 
 
 def _attempts(
-    root: nn.Module, wanted: Sequence[str], length: int
+    root: nn.Module, wanted: Sequence[str], batch: int, length: int
 ) -> Iterator[tuple[nn.Module, Callable[[], Iterator[tuple[tuple[Any, ...], dict[str, Any]]]]]]:
     """Modules to call, outermost first, and the arguments to try on each."""
     hidden = _hidden_size(root, wanted)
@@ -98,10 +99,10 @@ def _attempts(
                 )
             dummies = _read(module, "dummy_inputs")
             extra = {"use_cache": False} if hasattr(module, "dummy_inputs") else {}
-            ids = torch.zeros(BATCH, length, dtype=torch.long, device="meta")
+            ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
             if isinstance(dummies, Mapping) and dummies:
                 stretched = {
-                    key: torch.zeros(BATCH, length, dtype=value.dtype, device="meta")
+                    key: torch.zeros(batch, length, dtype=value.dtype, device="meta")
                     if isinstance(value, Tensor) and not value.is_floating_point() and value.dim() == 2
                     else pytree.tree_map(_to_meta, value)
                     for key, value in dummies.items()
@@ -114,7 +115,7 @@ def _attempts(
             yield (ids, ids), {}
             if hidden:
                 dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
-                state = torch.zeros(BATCH, length, hidden, device="meta", dtype=dtype)
+                state = torch.zeros(batch, length, hidden, device="meta", dtype=dtype)
                 yield (state,), {}
                 yield (state[:, 0],), {}
                 yield (state, state), {}
@@ -159,7 +160,7 @@ def _run(
             handles.append(root.get_submodule(name).register_forward_hook(done(name)))
         tensors = {name: _to_meta(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
         watch.follow(tensors)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), watch:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), watch, GuessValues():
             torch.func.functional_call(module, tensors, args, kwargs)
     finally:
         watch.remove()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_3d.mesh import Axis
-from lightning_3d.tensor_parallel.clone import meta_clone
+from lightning_3d.tensor_parallel.clone import GuessValues, meta_clone
 from lightning_3d.tensor_parallel.convert import convert_block
 from lightning_3d.tensor_parallel.layout import BlockLayout
 from lightning_3d.tensor_parallel.parameters import ParameterCut
@@ -36,7 +36,7 @@ def shape_fault(block: nn.Module, call: BlockCall, layout: BlockLayout, tp: int,
             done.add(id(parameter))
 
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), GuessValues():
             expected = _first(_call(whole, call))
             convert_block(copy, layout, Regions(axis, torch.device("cpu"), sequence_dim or 0), cut, sequence_dim)
             leaves, spec = call.leaves()

@@ -99,3 +99,17 @@ def test_two_ranks_compute_what_one_computes(name: str) -> None:
 )
 def test_four_ranks_compute_what_one_computes(name: str) -> None:
     run_ranks(_equal, 4, name, {})
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "name", ["nanogpt", "fused", "grouped", "grouped_one", "torch", "torch_sequence_first", "llama", "gpt2", "bert"]
+)
+def test_sequence_parallel_computes_the_same(name: str, world_size: int) -> None:
+    run_ranks(_equal, world_size, name, {"sequence_parallel": True})
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", ["nanogpt", "nanogpt_1001", "nanogpt_1001_tied", "llama", "llama_tied", "gpt2"])
+def test_loss_parallel_computes_the_same(name: str, world_size: int) -> None:
+    run_ranks(_equal, world_size, name, {"loss_parallel": True})
