@@ -24,7 +24,8 @@ class Sharding:
 
     The gradients of a step arrive as sums over this rank's micro-batches, already scaled such that their *mean* over
     replicas is the gradient of the whole batch; after ``finish(sync=True)`` they are that gradient. A parameter that
-    no replica used has no gradient; where only some replicas used it, the others count as zero.
+    no replica used has no gradient; where only some replicas used it, the others count as zero. At stage 3 every
+    replica must call the same blocks, since a block is gathered from all of them when it is called.
 
     With ``accumulate_grad_batches``, steps before the last call with ``sync=False``. At stages 0 and 1 they send
     nothing and keep whole gradients (and, at stage 1, gathered parameters); at stages 2 and 3 gradients are
