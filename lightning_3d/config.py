@@ -16,6 +16,7 @@ NONFINITE = ("continue", "skip", "raise")
 START_METHODS = ("popen", "fork", "forkserver", "spawn")
 SPLITS = ("uniform", "parameters", "flops")
 CHECKPOINTING = ("full",)
+PLAN_VALUES = ("colwise", "rowwise", "vocab", "replicate")
 REDUCE_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -72,6 +73,11 @@ class ParallelConfig:
         _check_known("nonfinite", self.nonfinite, NONFINITE)
         _check_known("loss_reduction", self.loss_reduction, ("mean", "sum"))
         _check_known("start_method", self.start_method, (None, *START_METHODS))
+        if isinstance(self.tp_plan, str):
+            _check_known("tp_plan", self.tp_plan, ("auto",), also="a mapping of layer names to how each is cut")
+        else:
+            for pattern, value in self.tp_plan.items():
+                parse_plan_value(pattern, value)
         _check_known("reduce_dtype", self.reduce_dtype, (None, *REDUCE_DTYPES))
         _check_positive("virtual_stages", self.virtual_stages)
         for name in ("num_micro_batches", "micro_batch_size", "global_batch_size"):
@@ -186,6 +192,24 @@ def micro_batch_count(config: ParallelConfig, stages: int, batch_size: int) -> i
     else:
         count = 4 * stages if stages > 1 else 1
     return max(1, min(count, batch_size))
+
+
+def parse_plan_value(pattern: str, value: object) -> tuple[str, int]:
+    """How ``tp_plan[pattern]`` cuts a layer (``"replicate"`` if it does not), and in how many packed parts.
+
+    Raises:
+        ConfigError: if the value is not known.
+    """
+    if isinstance(value, str):
+        if value in PLAN_VALUES:
+            return value, 1
+        style, _, parts = value.partition(":")
+        if style == "colwise" and parts.isdigit() and int(parts) >= 1:
+            return style, int(parts)
+    known = ", ".join(repr(name) for name in PLAN_VALUES)
+    raise ConfigError(
+        f"tp_plan[{pattern!r}]={value!r} is not known. Choose from {known}, 'colwise:N' (a matrix packed in N parts)."
+    )
 
 
 def _check_size(name: str, value: object) -> None:

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from lightning_3d.config import parse_plan_value
 from lightning_3d.errors import ConfigError
 from lightning_3d.tensor_parallel.embedding import is_embedding
 from lightning_3d.tensor_parallel.layers import is_linear
 from lightning_3d.tensor_parallel.layout import Rule
-
-KNOWN = ("colwise", "rowwise", "vocab", "replicate", "colwise:N (packed in N parts)")
 
 # Values of Hugging Face plans and the names they have here. What is missing is left whole, with a note.
 _MODEL_STYLES = {
@@ -41,7 +40,8 @@ def user_rules(module: nn.Module, patterns: Mapping[str, str]) -> dict[str, Rule
     names = [name for name, _ in module.named_modules() if name]
     rules: dict[str, Rule] = {}
     for pattern, value in patterns.items():
-        style, parts = _parse(pattern, value)
+        style, parts = parse_plan_value(pattern, value)
+        style = "whole" if style == "replicate" else style
         matched = fnmatch.filter(names, pattern)
         if not matched:
             raise ConfigError(_no_match(pattern, module))
@@ -71,18 +71,6 @@ def model_rules(module: nn.Module) -> dict[str, Rule]:
                 full = f"{prefix}.{name}".lstrip(".")
                 rules[full] = Rule(known if cuttable else "whole", parts, "model plan", f"{pattern}: {style}")
     return rules
-
-
-def _parse(pattern: str, value: object) -> tuple[str, int]:
-    if isinstance(value, str):
-        style, _, parts = value.partition(":")
-        if style in ("colwise", "rowwise", "vocab", "replicate") and not parts and ":" not in value:
-            return ("whole" if style == "replicate" else style), 1
-        if style == "colwise" and parts.isdigit() and int(parts) >= 1:
-            return style, int(parts)
-    raise ConfigError(
-        f"tp_plan[{pattern!r}]={value!r} is not known. Choose from {', '.join(repr(known) for known in KNOWN)}."
-    )
 
 
 def _check_class(layer: nn.Module, name: str, pattern: str, style: str) -> None:
