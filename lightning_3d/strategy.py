@@ -280,6 +280,7 @@ class ThreeDStrategy(StatefulStrategy):
         self._precision.on_batch = self._ledger.take
         if self._assembly is None or self._assembly.stage.module is not module:
             self._assembly = assemble(module, self.config, self.topology, self._precision)
+            self._mesh = self._assembly.topology
             rank_zero_info(str(self._assembly.layout))
             if self.topology.tp.size > 1:
                 rank_zero_info(str(self._assembly.plan))
@@ -289,6 +290,11 @@ class ThreeDStrategy(StatefulStrategy):
         self._runner = StepRunner(
             trainer, module, self._assembly, self.config, self.topology, self._precision, self._ledger
         )
+        if self.topology.world.size > 1:
+            # What is gathered in evaluation is used in training, so evaluation runs under `no_grad`.
+            loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+            for loop in (*loops, trainer.predict_loop):
+                loop.inference_mode = False
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -352,8 +358,12 @@ class ThreeDStrategy(StatefulStrategy):
 
     @property
     def idle_fraction(self) -> float | None:
-        """Share of the last training step that this rank waited for other stages; ``None`` without a pipeline."""
-        return self._steps.times.idle_fraction if self.topology.pp.size > 1 else None
+        """Share of the last training step that this rank waited for other stages.
+
+        ``None`` without a pipeline, and on a GPU, where the host's clock does not show when the device waits.
+        """
+        measured = self.topology.pp.size > 1 and self.topology.device.type == "cpu"
+        return self._steps.times.idle_fraction if measured else None
 
     def on_train_end(self) -> None:
         """After the last epoch."""

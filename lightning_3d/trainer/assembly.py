@@ -31,11 +31,15 @@ from lightning_3d.trainer.layout import Layout
 from lightning_3d.trainer.metrics import bind_metrics
 from lightning_3d.trainer.start import share_random_state, share_weights
 
+_ATTRIBUTE = "_lightning_3d_assembly"
 
-@dataclass
+
+@dataclass(eq=False)
 class Assembly:
     """What this rank runs."""
 
+    config: ParallelConfig
+    topology: Mesh
     stage: Stage
     engine: Engine
     sharding: Sharding
@@ -48,6 +52,19 @@ class Assembly:
     """Those of them that are second names, each with the first."""
     original: WeakIdKeyDictionary
     """The user's own parameter objects -> all their names: optimizers may have been built from them."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Assembly | None:
+        """The assembly of a module that was laid out before, by this strategy or another."""
+        assembly = vars(module).get(_ATTRIBUTE)
+        return assembly if isinstance(assembly, cls) and assembly.stage.module is module else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the module is laid out by nobody."""
+        return
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
     def borrowed(self, buffers: Iterable[str]) -> frozenset[str]:
         """Those of the named buffers that another stage keeps up to date: it runs their module last."""
@@ -72,6 +89,9 @@ def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, pre
     Raises:
         ConfigError, PlanError, StageError: if the module cannot be laid out as asked; raised on every rank.
     """
+    held = Assembly.of(module)
+    if held is not None:
+        return _again(held, config, mesh)
     share_random_state(mesh)
     share_weights(module, mesh)
     precision.convert_module(module)
@@ -111,7 +131,25 @@ def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, pre
     cut.install()
     bind_metrics(module, mesh)
     engine = Engine(stage, mesh, config.schedule, config.virtual_stages, sharding)
-    return Assembly(stage, engine, sharding, streams, applied, layout, keys, ties, original)
+    assembly = Assembly(config, mesh, stage, engine, sharding, streams, applied, layout, keys, ties, original)
+    object.__setattr__(module, _ATTRIBUTE, assembly)
+    return assembly
+
+
+def _again(held: Assembly, config: ParallelConfig, mesh: Mesh) -> Assembly:
+    """The assembly of a module that an earlier Trainer laid out, if the layout asked for now is the same."""
+    if (held.config, held.topology.sizes, held.topology.device) == (config, mesh.sizes, mesh.device):
+        return held
+    changed = [
+        f"{name}={now!r} (was {was!r})"
+        for name, now in vars(config).items()
+        if (was := getattr(held.config, name)) != now
+    ]
+    raise ConfigError(
+        "This module was laid out by an earlier Trainer for another layout"
+        f" ({', '.join(changed) or f'{held.topology.sizes}, now {mesh.sizes}'}), and each rank now holds only its part."
+        " Use the same options, or build the module anew and load a checkpoint of the first."
+    )
 
 
 def chunk_map(module: nn.Module, lists: Sequence[BlockList], config: ParallelConfig, stages: int) -> ChunkMap:
