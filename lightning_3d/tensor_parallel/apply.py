@@ -16,7 +16,7 @@ from lightning_3d.tensor_parallel.check import Verdict, check_block
 from lightning_3d.tensor_parallel.convert import convert_block, convert_column, convert_row, shape_hooks
 from lightning_3d.tensor_parallel.embedding import VocabSettings, to_vocab_parallel
 from lightning_3d.tensor_parallel.layers import is_linear
-from lightning_3d.tensor_parallel.layout import BlockLayout, LayerPlan, Position
+from lightning_3d.tensor_parallel.layout import BlockLayout, LayerPlan, Position, RegionLayout
 from lightning_3d.tensor_parallel.parameters import ParameterCut, cut_parameter, replace_parameters
 from lightning_3d.tensor_parallel.plan import BlockPlan, OutsideCut, Plan
 from lightning_3d.tensor_parallel.region import Regions
@@ -130,19 +130,24 @@ def _settle(module: nn.Module, block: BlockPlan, mesh: Mesh) -> tuple[BlockLayou
             return _unchecked(block, name)
         if not verdict.fault:
             return layout, verdict
-        first = first or f"{name}.{verdict.layer}".rstrip(".") + f" ({verdict.fault})"
         region = _blame(block, choice, verdict)
-        source, ways = block.regions[region] if region is not None else ("", None)
-        if region is None or ways is None:
-            raise PlanError(_refusal(block, name, first))
+        if region is None:
+            raise PlanError(_refusal(block, name, f"{name}.{verdict.layer} ({verdict.fault})"))
+        source, ways = block.regions[region]
+        first = first or _difference(name, verdict, ways.layouts[0])
         choice[region] += 1
         if choice[region] == len(ways.layouts):
             if source != "derived" or block.sequence_dim is not None:
                 raise PlanError(_refusal(block, name, first))
             for layer in {name for way in ways.layouts for name in (way.row, *(c.name for c in way.columns))}:
-                block.notes[layer] = f"no way of cutting it keeps the numbers of {first}"
+                block.notes[layer] = f"no way of cutting it keeps {first}"
                 block.sources.pop(layer, None)
             choice[region] = -1
+
+
+def _difference(name: str, verdict: Verdict, region: RegionLayout) -> str:
+    columns = ", ".join(f"{name}.{column.name}" for column in region.columns)
+    return f"the {verdict.fault} of {f'{name}.{verdict.layer}'.rstrip('.')} (which closes {columns})"
 
 
 def _blame(block: BlockPlan, choice: list[int], verdict: Verdict) -> int | None:

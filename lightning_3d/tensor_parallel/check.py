@@ -113,18 +113,20 @@ def check_block(
         if sequence_dim is None or name == "" or name in names:
             compare(name, "output", value, piece(expected))
     if reference.hidden is not None:
-        compare("", "gradient of its input", found.hidden, piece(reference.hidden), floor)
+        compare("", "input gradient", found.hidden, piece(reference.hidden), floor)
     summed: dict[str, tuple[int, int]] = {}
     for name in shapes:
         expected = reference.gradients[name]
         gradient = found.gradients[name]
         layer = name.rpartition(".")[0]
         if name in cuts:
-            compare(layer, f"gradient of {name}", gradient, cuts[name].take(expected, axis.rank), floor)
+            compare(
+                layer, f"gradient of {name.rpartition('.')[2]}", gradient, cuts[name].take(expected, axis.rank), floor
+            )
             continue
         total = all_reduce(gradient.clone(), axis)
-        compare(layer, f"gradient of {name}", gradient, expected, floor)
-        compare(layer, f"gradient of {name}", total, expected, floor)
+        compare(layer, f"gradient of {name.rpartition('.')[2]}", gradient, expected, floor)
+        compare(layer, f"gradient of {name.rpartition('.')[2]}", total, expected, floor)
         summed[name] = (len(items) - 2, len(items) - 1)
     agreed = all_reduce(torch.tensor(close, dtype=torch.int32, device=device), axis, "min").bool().tolist()
     partial = set()

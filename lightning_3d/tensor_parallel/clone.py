@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -34,9 +35,25 @@ def clone_block(block: nn.Module, make_parameter: Make, make_tensor: Make) -> nn
                 memo[id(value)] = make_tensor(f"{prefix}.{name}", value)
     cloned = copy.deepcopy(block, memo)
     for module in cloned.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
-            hooks.clear()
+        vars(module).update(without_hooks(module))
     return cloned
+
+
+def without_hooks(module: nn.Module) -> dict[str, Any]:
+    """Attributes that leave ``module`` without the hooks of its user, which a trial must not run.
+
+    Those of PyTorch itself stay: they compute weights.
+    """
+    changed: dict[str, Any] = {"_backward_hooks": OrderedDict(), "_backward_pre_hooks": OrderedDict()}
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        hooks = vars(module)[name].items()
+        changed[name] = OrderedDict((key, hook) for key, hook in hooks if _is_of_torch(hook))
+    return changed
+
+
+def _is_of_torch(hook: Any) -> bool:
+    made_by = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(made_by).split(".")[0] == "torch"
 
 
 class GuessValues(TorchDispatchMode):

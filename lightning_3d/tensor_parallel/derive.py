@@ -51,6 +51,8 @@ class BlockCuts:
     rows: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     """Why a layer stays whole."""
+    odd: list[str] = field(default_factory=list)
+    """Layers whose sizes alone forbid that they are cut."""
 
 
 def find_cuts(
@@ -175,6 +177,7 @@ def _alternatives(
                 " that divides them, or make them 'replicate'."
             )
         cuts.notes.update(dict.fromkeys((*outs, row.name), message))
+        cuts.odd.append(message)
         return
     shared = {
         layer

@@ -170,6 +170,11 @@ def _plan_kind(
     made.fixed = BlockLayout((), tuple(cuts.attentions), tuple(cuts.columns), tuple(cuts.rows))
     made.sources = {**cuts.attentions, **cuts.columns, **cuts.rows}
     _fit_shapes(name, block, call, cuts, made, tp)
+    if cuts.odd and not made.regions and not made.fixed.names:
+        raise ConfigError(
+            f"{name}: {'; '.join(cuts.odd)}, so nothing of this block can be shared by {tp} ranks. Choose a"
+            " tensor_parallel size that divides them, or say in tp_plan which other layers to cut."
+        )
     return made
 
 

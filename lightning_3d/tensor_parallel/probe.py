@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_3d.tensor_parallel.clone import GuessValues
+from lightning_3d.tensor_parallel.clone import GuessValues, without_hooks
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,8 @@ def _run(
         return hook
 
     attributes = {part: dict(vars(part)) for part in root.modules()}
+    for part in root.modules():
+        vars(part).update(without_hooks(part))
     watch = _Watch(module, calls.loose)
     try:
         for name in wanted:

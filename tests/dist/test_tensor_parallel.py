@@ -87,7 +87,7 @@ def _equal(rank: int, world_size: int, name: str, options: dict[str, Any]) -> st
     return str(applied)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "three_kv_heads"])
 def test_two_ranks_compute_what_one_computes(name: str) -> None:
     tables = run_ranks(_equal, 2, name, {})
     assert len(set(tables)) == 1
