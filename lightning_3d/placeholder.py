@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,6 +22,10 @@ _READS = {
     torch.ops.aten.nonzero.default,
     torch.ops.aten.masked_select.default,
 }
+
+
+_ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
+"""Types of which there are many among arguments, and which hold no tensors."""
 
 
 class Placeholder(Tensor):
@@ -81,9 +86,14 @@ class Placeholder(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = resolve((args, kwargs or {}))
+        if len(args) == 1 and not kwargs and isinstance(args[0], Placeholder):
+            # Mostly reads of attributes, which loops over all parameters make in every step.
+            bound = args[0].bound
+            args = args if bound is None else (bound,)
+        else:
+            args, kwargs = resolve((args, kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            return func(*args, **kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -135,8 +145,35 @@ def is_placeholder(value: object) -> bool:
 
 
 def resolve(tree: Any) -> Any:
-    """``tree`` with every bound placeholder replaced by the tensor it is bound to."""
-    return pytree.tree_map_only(Placeholder, lambda item: item if item.bound is None else item.bound, tree)
+    """``tree`` with every bound placeholder replaced by the tensor it is bound to; the same object if there is none."""
+    if isinstance(tree, Tensor):
+        return tree.bound if isinstance(tree, Placeholder) and tree.bound is not None else tree
+    kind = type(tree)
+    if kind in _ATOMS:
+        return tree
+    if kind is tuple or kind is list:
+        items = [resolve(item) for item in tree]
+        return tree if all(map(operator.is_, items, tree)) else kind(items)
+    if kind is dict:
+        values = {key: resolve(value) for key, value in tree.items()}
+        return tree if all(map(operator.is_, values.values(), tree.values())) else values
+    if pytree.tree_is_leaf(tree):
+        return tree
+    return pytree.tree_map_only(Placeholder, resolve, tree)
+
+
+def first_placeholder(tree: Any) -> Placeholder | None:
+    """A placeholder in ``tree`` whose tensor has not arrived."""
+    if isinstance(tree, Tensor):
+        return tree if isinstance(tree, Placeholder) and tree.bound is None else None
+    kind = type(tree)
+    if kind in _ATOMS:
+        return None
+    if kind is dict:
+        tree = tree.values()
+    elif kind is not tuple and kind is not list:
+        tree = () if pytree.tree_is_leaf(tree) else pytree.tree_leaves(tree)
+    return next((found for item in tree if (found := first_placeholder(item)) is not None), None)
 
 
 def placeholder_parameter(parameter: nn.Parameter, device: torch.device, name: str) -> nn.Parameter:

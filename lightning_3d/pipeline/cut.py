@@ -14,7 +14,14 @@ from torch.utils import _pytree as pytree
 
 from lightning_3d.errors import StageError
 from lightning_3d.pipeline.blocks import ChunkMap
-from lightning_3d.placeholder import Placeholder, is_placeholder, placeholder_parameter, resolve, user_line
+from lightning_3d.placeholder import (
+    Placeholder,
+    first_placeholder,
+    is_placeholder,
+    placeholder_parameter,
+    resolve,
+    user_line,
+)
 
 Receive = Callable[[list[int], list[Placeholder]], list[Tensor]]
 
@@ -195,15 +202,15 @@ def refuse_unbound(tree: Any, where: str) -> None:
     Raises:
         StageError: naming the module the value comes from and ``where`` it is needed.
     """
-    for leaf in pytree.tree_leaves(tree):
-        if is_placeholder(leaf):
-            raise StageError(
-                f"{where!r} needs a value of shape {tuple(leaf.shape)} that comes from {leaf.origin!r} on another"
-                f" pipeline stage and was not among the arguments of the first block of this stage (at {user_line()})."
-                " Pass the value through the arguments of the blocks, move the module that makes it (give"
-                " `example_input_array` on the LightningModule so that the order of calls is known), or use"
-                " pipeline_parallel=1."
-            )
+    missing = first_placeholder(tree)
+    if missing is not None:
+        raise StageError(
+            f"{where!r} needs a value of shape {tuple(missing.shape)} that comes from {missing.origin!r} on another"
+            f" pipeline stage and was not among the arguments of the first block of this stage (at {user_line()})."
+            " Pass the value through the arguments of the blocks, move the module that makes it (give"
+            " `example_input_array` on the LightningModule so that the order of calls is known), or use"
+            " pipeline_parallel=1."
+        )
 
 
 class StandIn:

@@ -95,6 +95,7 @@ class Engine:
         self._sharding = sharding
         self._transport = Transport(mesh)
         self._last_chunk = mesh.pp.size * virtual_stages - 1
+        self._parameters = [part._parameters for part in stage.module.modules() if part._parameters]
         self._links: dict[tuple[int, Any], _Link] = {}
         self._shapes: dict[tuple[int, Any], list[Fact]] = {}
         self._settled: set[Any] = set()
@@ -117,7 +118,7 @@ class Engine:
         """
         self._reset()
         self._step = step
-        frozen = hash(tuple(parameter.requires_grad for parameter in self._stage.module.parameters()))
+        frozen = self._frozen()
         self._keys = [self._structure(piece, frozen) for piece in step.pieces]
         self._outputs: list[Any] = [None] * len(step.pieces)
         self._done: dict[int, int] = dict.fromkeys(self._stage.cut.owned, 0)
@@ -314,6 +315,11 @@ class Engine:
 
     def _rank_of(self, chunk: int) -> int:
         return chunk % self._num_stages
+
+    def _frozen(self) -> int:
+        """Which parameters of the whole model need a gradient."""
+        with torch._C.DisableTorchFunctionSubclass():  # placeholders answer for themselves
+            return hash(tuple(p.requires_grad for part in self._parameters for p in part.values() if p is not None))
 
     def _structure(self, piece: MicroBatch, frozen: int) -> tuple[Any, Any]:
         """What settles the interface of a cut, and with the shapes what settles the messages."""
