@@ -64,6 +64,7 @@ class FailureGuard:
         self._ending = False
         self._tripped: str | None = None
         self._raised = False
+        self._told = False
         self._thread: threading.Thread | None = None
         self._file: Path | None = None
         self._parent: int | None = None
@@ -78,6 +79,11 @@ class FailureGuard:
     def has_failed(self) -> bool:
         """Whether this rank has raised or was told to stop."""
         return self._raised or self._tripped is not None
+
+    @property
+    def knows_why(self) -> bool:
+        """Whether the cause of the failure has been told."""
+        return self._told or self._tripped is not None
 
     def watch_launcher(self) -> None:
         """From the first moment in a process that a launcher of ours has started."""
@@ -124,12 +130,13 @@ class FailureGuard:
         else:
             text += "".join(traceback.format_exception(type(error), error, error.__traceback__))
         # A broken connection is what the others notice of a rank that has failed. It gets a moment to say so itself.
-        patience = 2.0 if _is_broken_connection(error) else 0.0
-        first = self._announce(text, patience)
+        broken = _is_broken_connection(error)
+        first = self._announce(text, 2.0 if broken else 0.0)
+        self._told = True
         if first:
             _say(text)
-        else:
-            _say(f"{self._where} then failed as well: {type(error).__name__}: {str(error).splitlines()[:1]}\n")
+        elif not broken:
+            _say(f"{self._where} failed as well: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}\n")
 
     def trip(self, reason: str, announce: bool = False) -> None:
         """Make this rank stop because of what happened elsewhere.
@@ -145,13 +152,13 @@ class FailureGuard:
         SiblingFailure.reason = reason.strip().splitlines()[0]
         if announce:
             self._armed = not self._raised
-            _say(reason + "\n")
-            self._announce(reason, 0.0)
+            if self._announce(reason, 0.0):
+                _say(reason + "\n")
         threading.Thread(target=self._interrupt, name="lightning-3d-stop", daemon=True).start()
 
     def _arm(self) -> None:
         self._armed, self._ending = True, False
-        self._raised, self._tripped = False, None
+        self._raised, self._told, self._tripped = False, False, None
         self._set_wake_up(on=True)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._watch, name="lightning-3d-guard", daemon=True)
@@ -190,9 +197,9 @@ class FailureGuard:
         """Put the failure where all look; false when somebody was first."""
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
+            time.sleep(0.1)
             if self._tripped is not None or self._reason() is not None:
                 return False
-            time.sleep(0.1)
         if self._store is None:
             return True
         try:

@@ -142,9 +142,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             if all(code == 0 for code in codes):
                 return
             time.sleep(0.25)
-        if self._failed or self._guard.has_failed:
-            return
         self._failed = True
+        if self._guard.knows_why:
+            return
         reason = f"{self._where(failed[0])} {_ending(codes[failed[0] - 1] or 0)}; the other ranks are being stopped."
         if self._file is not None:
             leave_note(self._file, reason)
