@@ -18,7 +18,6 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -40,6 +39,7 @@ from lightning_3d.trainer.layout import Layout
 from lightning_3d.trainer.loaders import LoaderGate
 from lightning_3d.trainer.predictions import PredictionGate
 from lightning_3d.trainer.preflight import bubble_warning, check_module
+from lightning_3d.trainer.start import share_random_state
 from lightning_3d.trainer.state import StatefulStrategy
 from lightning_3d.trainer.steps import StepRunner
 
@@ -261,12 +261,13 @@ class ThreeDStrategy(StatefulStrategy):
         self.set_world_ranks()
         sizes = self.config.sizes(self.world_size, self.num_processes)
         if sizes.world > 1:
-            reset_seed()
             backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
             device_id = self.root_device if self.root_device.type != "cpu" else None
             assert self.cluster_environment is not None
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
         self._mesh = build_mesh(sizes, self.root_device)
+        # Not a fresh seed, as DDP has it: one process would go on from the state that building the module has left.
+        share_random_state(self._mesh)
         self.guard.start(self._mesh)
 
     @override

@@ -38,8 +38,6 @@ class LoaderGate:
         stage = self._trainer.state.stage
         if self._global_batch_size is not None and stage is RunningStage.TRAINING:
             loader = set_batch_size(loader, self._replica_batch_size(self._global_batch_size))
-        if self._mesh.world.size == 1:
-            return loader
         if self._shards:
             loader = shard(loader, self._mesh.dp)
         return SharedLoader(loader, self._mesh, self._ledger, track_indices=stage is RunningStage.PREDICTING)

@@ -93,7 +93,7 @@ class LogRelay:
         """Around the user's step on one micro-batch.
 
         Args:
-            size: Its samples.
+            size: Its samples. With none, what is logged does not count.
             weight: Its weight in the loss.
         """
         results = self.module.trainer._results
@@ -101,7 +101,8 @@ class LogRelay:
             yield
             return
         micro_batch = _MicroBatch(weight, size)
-        self._micro_batches.append(micro_batch)
+        if size:
+            self._micro_batches.append(micro_batch)
         log = results.log
 
         def record(fx: str, name: str, value: Metric | Tensor, **options: Any) -> None:

@@ -142,7 +142,7 @@ class StateMirror:
     def _values(self) -> Iterator[tuple[Path, Any]]:
         for name, (inner, ignored) in self._watched.items():
             for attribute, value in vars(inner).items():
-                if attribute not in ignored and not attribute.startswith("_hparams"):
+                if attribute not in ignored and not attribute.startswith(("_hparams", "_lightning_3d")):
                     yield (name, "attribute", attribute), value
             for attribute, value in inner._buffers.items():
                 yield (name, "buffer", attribute), value

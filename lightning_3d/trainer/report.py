@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -45,6 +47,27 @@ class StepReport:
             self._before = self.mirror.snapshot(copy=True)
         elif self.mesh.pp.size > 1:
             self._before = self.mirror.snapshot()
+
+    @contextmanager
+    def counting(self, size: int, virtual_stages: int) -> Iterator[None]:
+        """Around the user's step on one micro-batch: what it does to the module must count once, where it is real.
+
+        Args:
+            size: Samples of the micro-batch; what a step does with none is undone.
+            virtual_stages: Chunks of this rank. With several, a step also runs on the last stage up to an earlier cut.
+        """
+        runs_twice = virtual_stages > 1 and self.mesh.pp.is_last
+        if not runs_twice and (size or self._filler):
+            yield
+            return
+        before = self.mirror.snapshot(copy=True)
+        try:
+            yield
+        except BaseException:
+            self.mirror.restore(before)
+            raise
+        if not size:
+            self.mirror.restore(before)
 
     def publish(self, output: Any) -> Any:
         """The batch has run. Collective over dp and pp.

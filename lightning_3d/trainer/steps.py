@@ -230,6 +230,7 @@ class StepRunner:
                 stack.enter_context(self._context(mode))
                 stack.enter_context(self._assembly.streams.micro_batch(number, piece.index))
                 stack.enter_context(self._relay.recording(piece.size, weights[piece.index]))
+                stack.enter_context(self._report.counting(piece.size, self._config.virtual_stages))
                 return step_fn(piece.data, *args[1:])
 
         return call
@@ -253,7 +254,11 @@ class StepRunner:
             return None
         if outputs[0] is None and self._trainer.state.stage is RunningStage.TRAINING:
             _loss_of(None)
-        if all(not piece.size for piece in pieces):
+        if any(piece.size for piece in pieces):  # else this replica has nothing of its own in this batch
+            kept = [piece.index for piece in pieces if piece.size]
+            outputs, weights = [outputs[i] for i in kept], [weights[i] for i in kept]
+            pieces = [pieces[i] for i in kept]
+        else:
             weights = [1.0] * len(pieces)
         whole = combine(outputs, weights, [max(1, piece.size) for piece in pieces])
         if self._config.loss_reduction == "sum" and self._trainer.state.stage is RunningStage.TRAINING:
