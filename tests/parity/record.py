@@ -45,7 +45,9 @@ class Numbers:
     def flat(self) -> dict[str, dict[str, Tensor]]:
         """Kind of number -> what it is exactly -> value."""
         return {
-            "logged": {f"{key} of batch {i}": _number(v) for i, row in enumerate(self.logged) for key, v in row.items()},
+            "logged": {
+                f"{key} of batch {i}": _number(v) for i, row in enumerate(self.logged) for key, v in row.items()
+            },
             "norm": {f"norm of step {i}": _number(norm) for i, norm in enumerate(self.norms)},
             "gradient": {f"{name} of step {i}": g for i, row in enumerate(self.gradients) for name, g in row.items()},
             "weight": self.weights,
@@ -141,12 +143,12 @@ def _whole(trainer: Trainer, module: LightningModule, pick: Callable[[nn.Paramet
     chosen = {name: p if is_placeholder(p) else pick(p) for name, p in module.named_parameters()}
     names = tuple(key for key in state.keys if key in chosen and key not in state.ties)
     part = dataclasses.replace(state, parameters=chosen, keys=names, ties={}, buffers={})
-    return {name: value.clone() for name, value in full_state_dict(part, strategy.mesh).items()}
+    return {name: value.clone() for name, value in full_state_dict(part, strategy.topology).items()}
 
 
 def _drift(strategy: ThreeDStrategy, module: LightningModule) -> dict[str, float]:
     """Compare the parameters that several ranks of an axis hold whole, tied copies on other stages included."""
-    mesh, found = strategy.mesh, {}
+    mesh, found = strategy.topology, {}
     held = {name: p for name, p in module.named_parameters() if not is_placeholder(p)}
     for axis in (mesh.dp, mesh.tp):
         for name, parameter in held.items():

@@ -1,0 +1,95 @@
+"""Every layout trains like the stock Trainer in one process: losses, gradients, norm, weights, optimizer, rate.
+
+A new layout or option is a new line of the table. ``m`` is the number of micro-batches, ``zero`` the ZeRO stage; the
+options are explained in ``table.py``. Where nothing is said, the strategy's default holds.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.record import assert_parity
+from tests.parity.table import Row, reference, run_parallel
+
+TABLE = """
+model    layout       schedule  m  zero  precision   options
+gpt      tp2          -         -  -     64-true
+gpt      tp2          -         -  -     64-true     tied ragged clip
+gpt      tp2          -         -  -     64-true     sp
+gpt      tp2          -         3  -     64-true     sp tied recompute acc3
+gpt      tp2          -         -  -     64-true     lossp
+gpt      tp2          -         2  -     64-true     lossp tied sp recompute2
+gpt      tp4          -         -  -     64-true     acc3 clip
+gpt      tp4          -         -  -     64-true     sp lossp tied
+
+gpt      pp2          gpipe     4  -     64-true
+gpt      pp2          1f1b      4  -     64-true     tied clip
+gpt      pp2          1f1b      5  -     64-true     ragged recompute2
+gpt      pp2          1f1b      1  -     64-true     split1-3
+gpt      pp2          1f1b      -  -     64-true     size2 lone
+gpt      pp2          inter2    4  -     64-true     tied
+gpt      pp2          inter2    2  -     64-true     acc3 clip recompute
+gpt      pp4          1f1b      6  -     64-true     clip
+gpt      pp4          gpipe     2  -     64-true     tied acc3
+gpt      pp4          1f1b      4  -     64-true     recompute
+
+gpt      dp2          -         -  0     64-true     clip
+gpt      dp2          -         3  0     64-true     ragged acc3
+gpt      dp2          -         -  1     64-true     tied clip
+gpt      dp2          -         2  1     64-true     lone acc2
+gpt      dp2          -         3  2     64-true     acc3 clip recompute
+gpt      dp2          -         3  3     64-true     acc3 clip tied
+gpt      dp4          -         -  0     64-true     clipvalue
+gpt      dp4          -         -  1     64-true     ragged
+gpt      dp4          -         2  3     64-true     recompute2
+
+gpt      pp2.tp2      1f1b      4  -     64-true     tied clip
+gpt      pp2.tp2      inter2    4  -     64-true     sp recompute ragged
+gpt      pp2.tp2      gpipe     3  -     64-true     lossp acc3
+gpt      dp2.tp2      -         -  1     64-true     tied clip
+gpt      dp2.tp2      -         2  3     64-true     sp acc3 recompute
+gpt      dp2.tp2      -         -  2     64-true     lossp clipvalue lone
+gpt      pp2.dp2      1f1b      3  1     64-true     tied clip acc3
+gpt      pp2.dp2      gpipe     3  2     64-true     ragged clip
+gpt      pp2.dp2      inter2    2  3     64-true     recompute
+gpt      pp2.dp2      1f1b      3  0     64-true     lone tied
+gpt      pp2.dp2.tp2  1f1b      3  1     64-true     tied clip sp
+gpt      pp2.dp2.tp2  inter2    2  3     64-true     recompute clip ragged
+
+padded   dp2          -         3  1     64-true
+padded   pp2          1f1b      -  -     64-true     size1
+padded   pp2.dp2      1f1b      3  2     64-true     ragged clip tied acc2
+padded   pp2.tp2      gpipe     4  -     64-true     lossp
+summed   dp2          -         2  1     64-true     sum ragged
+summed   pp2.dp2      1f1b      3  0     64-true     sum clip acc3
+
+encoder  pp2.tp2      1f1b      4  -     64-true     clip
+encoder  dp2.tp2      -         -  3     64-true
+nano     pp2.tp2      inter2    4  -     64-true     clip
+nano     dp2.tp2      -         2  2     64-true     acc3
+llama    pp2.tp2      1f1b      4  -     64-true     sp
+llama    pp2.dp2.tp2  1f1b      2  1     64-true     clip
+gpt2     pp2.tp2      1f1b      4  -     64-true     clip
+gpt2     dp2.tp2      -         -  3     64-true
+mlp      pp2          1f1b      4  -     64-true     layers
+mlp      dp2.tp2      -         2  3     64-true     clip
+boring   dp2          -         -  2     64-true     ragged
+demo     pp2          1f1b      4  -     64-true
+demo     pp2.tp2      1f1b      3  -     64-true     chain
+demo     dp2          -         2  3     64-true
+
+gpt      pp2.dp2      1f1b      3  1     32-true     clip
+gpt      dp2.tp2      -         2  3     32-true     tied sp
+"""
+ROWS = [Row.parse(line) for line in TABLE.strip().splitlines()[1:] if line]
+
+TOLERANCE = {
+    "64-true": 1e-10,
+    "32-true": 2e-5,
+}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_layout_trains_as_one_process_does(row: Row, record_property: pytest.RecordProperty) -> None:
+    differences = assert_parity(reference(row.reference()), run_parallel(row), TOLERANCE[row.precision])
+    record_property("largest difference", max(difference.value for difference in differences.values()))
