@@ -50,6 +50,13 @@ class _Pending:
         return self._result
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of ``tensor``, one-dimensional; they share its memory if it is contiguous."""
+    whole = tensor.contiguous()
+    # Not `view(-1)`: a tensor of one element counts as contiguous whatever its stride, and keeps that.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
+
 @overload
 def all_reduce(tensor: Tensor, axis: Axis, op: Op = "sum", async_op: Literal[False] = False) -> Tensor: ...
 @overload

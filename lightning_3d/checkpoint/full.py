@@ -20,7 +20,7 @@ from lightning_3d.checkpoint.reader import StoredTensor, read_index
 from lightning_3d.checkpoint.save import EXTRA_STATE, OTHER_OPTIONS
 from lightning_3d.checkpoint.state import MODEL, Entry, ModelState, model_entries
 from lightning_3d.checkpoint.writer import Piece, refuse_collisions, share_out
-from lightning_3d.collectives import all_gather_object
+from lightning_3d.collectives import all_gather_object, as_bytes
 from lightning_3d.mesh import Mesh
 
 _Description = tuple[str, tuple[int, ...], torch.dtype, list[tuple[tuple[int, ...], tuple[int, ...]]]]
@@ -151,11 +151,11 @@ def _move(
         value = entry.tensor[chunk.slices].cpu().contiguous()
         if sender != 0:
             # As bytes: not every type can be sent.
-            dist.send(value.reshape(-1).view(torch.uint8), 0, group=group)
+            dist.send(as_bytes(value), 0, group=group)
             return
     assert full is not None
     target = full[box(piece[1], sizes)]
     if value is None:
         value = torch.empty(sizes, dtype=full.dtype)
-        dist.recv(value.view(-1).view(torch.uint8), sender, group=group)
+        dist.recv(as_bytes(value), sender, group=group)
     target.copy_(value)

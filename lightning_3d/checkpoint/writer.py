@@ -31,7 +31,7 @@ from lightning_3d.checkpoint.agreement import describe, together
 from lightning_3d.checkpoint.directory import INDEX, write_file
 from lightning_3d.checkpoint.names import listed
 from lightning_3d.checkpoint.state import Entry
-from lightning_3d.collectives import all_gather_object
+from lightning_3d.collectives import all_gather_object, as_bytes
 from lightning_3d.errors import CheckpointError
 from lightning_3d.mesh import Mesh, where
 
@@ -134,7 +134,7 @@ def refuse_collisions(entries: Sequence[Entry], mesh: Mesh) -> None:
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return zlib.crc32(as_bytes(tensor.detach().cpu()).numpy().data)
 
 
 class _ChunkPlanner(SavePlanner):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_3d.collectives import as_bytes
 from lightning_3d.mesh import Mesh
 
 ACTIVATIONS, GRADIENTS = 0, 1
@@ -64,7 +65,7 @@ class Transport:
     def send(self, tensors: Sequence[Tensor], peer: int, kind: int, chunk: int, micro_batch: int) -> Pending:
         """Send ``tensors`` to pipeline rank ``peer`` without waiting."""
         group = self._group(kind, upward=peer > self._pp.rank)
-        payload = [_bytes(tensor.detach()) for tensor in tensors]
+        payload = [as_bytes(tensor.detach()) for tensor in tensors]
         works = [
             dist.isend(item, self._pp.ranks[peer], group=group, tag=_tag(kind, chunk, micro_batch, i))
             for i, item in enumerate(payload)
@@ -77,7 +78,7 @@ class Transport:
         group = self._group(kind, upward=peer < self._pp.rank)
         tensors = [torch.empty(fact.shape, dtype=fact.dtype, device=self._device) for fact in facts]
         works = [
-            dist.irecv(_bytes(item), self._pp.ranks[peer], group=group, tag=_tag(kind, chunk, micro_batch, i))
+            dist.irecv(as_bytes(item), self._pp.ranks[peer], group=group, tag=_tag(kind, chunk, micro_batch, i))
             for i, item in enumerate(tensors)
             if item.numel()
         ]
@@ -95,10 +96,6 @@ class Transport:
 
     def _group(self, kind: int, upward: bool) -> ProcessGroup | None:
         return self._groups[2 * kind + upward]
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _tag(kind: int, chunk: int, micro_batch: int, index: int) -> int:

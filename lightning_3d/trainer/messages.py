@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_3d.collectives import as_bytes
 from lightning_3d.mesh import Axis
 
 _SMALL = 32 * 1024  # bytes; smaller tensors travel together in one buffer
@@ -195,7 +196,7 @@ class Channel:
         dist.broadcast(tensor, src=axis.ranks[self.source], group=axis.group)
 
     def _send_tensors(self, tensors: list[Tensor], axis: Axis) -> None:
-        raw = [_bytes(tensor) for tensor in tensors]
+        raw = [as_bytes(tensor) for tensor in tensors]
         small = [piece for piece in raw if piece.numel() <= _SMALL]
         if buffer := _pack(small):
             self._broadcast(torch.cat(buffer), axis)
@@ -219,13 +220,9 @@ class Channel:
             else:
                 pinned = meta.pinned and torch.cuda.is_available()
                 tensor = torch.empty(meta.shape, dtype=meta.dtype, device=where, pin_memory=pinned)
-                self._broadcast(_bytes(tensor), axis)
+                self._broadcast(as_bytes(tensor), axis)
             received.append(tensor)
         return received
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _padded(num_bytes: int) -> int:

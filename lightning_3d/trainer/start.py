@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.collectives import broadcast_object
+from lightning_3d.collectives import as_bytes, broadcast_object
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
 from lightning_3d.trainer.host_random import HostRandomState
@@ -41,14 +41,14 @@ def share_weights(module: nn.Module, mesh: Mesh) -> bool:
         return False
     for tensor in tensors:
         whole = tensor.cpu().contiguous()
-        dist.broadcast(whole.view(-1).view(torch.uint8), 0, group=mesh.control_world.group)
+        dist.broadcast(as_bytes(whole), 0, group=mesh.control_world.group)
         tensor.copy_(whole)
     return True
 
 
 def _checksum(tensor: Tensor) -> Tensor:
     """A number that differs for tensors that differ in any bit (but for freak coincidence)."""
-    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    raw = as_bytes(tensor.detach().cpu())
     padded = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
     places = torch.arange(1, padded.numel() + 1, dtype=torch.int64)
     return (padded * (2 * places + 1)).sum()

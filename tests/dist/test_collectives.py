@@ -113,3 +113,10 @@ def test_chunks_are_those_of_torch() -> None:
         for pieces in range(1, 6):
             chunks = [len(chunk) for chunk in torch.arange(length).chunk(pieces)]
             assert collectives.chunk_sizes(length, pieces) == tuple(chunks + [0] * (pieces - len(chunks)))
+
+
+def test_bytes_of_a_tensor_of_one_element_with_any_stride() -> None:
+    column = torch.arange(14).view(2, 7)[:1, 3]
+    assert column.stride() == (7,) and column.is_contiguous()
+    assert collectives.as_bytes(column).view(torch.int64).tolist() == [3]
+    assert collectives.as_bytes(torch.arange(4).view(2, 2).t()).view(torch.int64).tolist() == [0, 2, 1, 3]
