@@ -132,7 +132,7 @@ class RunReport(Callback):
             self._print_sample(console, pl_module, state)
 
     def _gather(self, trainer: Trainer) -> list[RankFacts]:
-        coordinates = getattr(getattr(trainer.strategy, "mesh", None), "coordinates", {})
+        coordinates = getattr(getattr(trainer.strategy, "topology", None), "coordinates", {})
         mine = RankFacts(
             rank=trainer.global_rank,
             coordinates=dict(coordinates),

@@ -162,7 +162,7 @@ def test_a_typo_in_a_recipe_is_found_too(
         (("--trainer.strategy.schedule=2f2b",), "schedule='2f2b' is not known"),
         (("--trainer.strategy.zero_stage=7",), "zero_stage=7"),
         (("--trainer.devices=6",), "the world has 6 ranks"),
-        (("--trainer.strategy.micro_batch_size=2",), "num_micro_batches=4 and micro_batch_size=2"),
+        (("--trainer.strategy.micro_batch_size=2",), "num_micro_batches=8 and micro_batch_size=2"),
         (("--model.num_heads=3",), "width=128 cannot be shared by num_heads=3"),
         (("--data.folder=/not/there",), "folder='/not/there' is not a folder"),
         (("--trainer.strategy=4d",), "strategy='4d'"),
