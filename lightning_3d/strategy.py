@@ -38,7 +38,7 @@ from lightning_3d.trainer.launcher import ProcessLauncher, make_launcher
 from lightning_3d.trainer.layout import Layout
 from lightning_3d.trainer.loaders import LoaderGate
 from lightning_3d.trainer.predictions import PredictionGate
-from lightning_3d.trainer.preflight import bubble_warning, check_module
+from lightning_3d.trainer.preflight import bubble_warning, check_module, check_optimizers, check_plugins
 from lightning_3d.trainer.start import share_random_state
 from lightning_3d.trainer.state import StatefulStrategy
 from lightning_3d.trainer.steps import StepRunner
@@ -228,6 +228,8 @@ class ThreeDStrategy(StatefulStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         sizes = self.config.sizes(self.num_nodes * self.num_processes, self.num_processes)
+        if sizes.world > 1:
+            check_plugins(self._layer_sync, self._checkpoint_io)
         first = self.node_rank * self.num_processes
         self._launcher = make_launcher(
             self,
@@ -304,6 +306,7 @@ class ThreeDStrategy(StatefulStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
+        check_optimizers(self.optimizers, self.config, self.topology.sizes)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [self._assembled.current_parameter(parameter) for parameter in group["params"]]
@@ -344,6 +347,12 @@ class ThreeDStrategy(StatefulStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         return self._steps.backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not self._assembled.stage.module.automatic_optimization:
+            self._assembled.sharding.release()  # the step changes what the gathered parameters are copies of
+        return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from lightning_3d.config import ParallelConfig
 from lightning_3d.mesh import Mesh
 from lightning_3d.placeholder import is_placeholder
 from lightning_3d.sharding.gradients import OwnedParameter, sum_over_tensor_parallel
+from lightning_3d.sharding.manual import ManualUse
 from lightning_3d.sharding.reducer import BUCKET_BYTES, BucketReducer, by_chunk
 from lightning_3d.sharding.ties import Tie, sum_over_ties
 from lightning_3d.sharding.zero import UNIT_BYTES, ZERO_RULES, ZeroRule, ZeroShards, unshardable
@@ -54,6 +55,17 @@ class Sharding:
         self._mesh = mesh
         self._partial = list(partial)
         self._ties = list(ties)
+        self._manual: ManualUse | None = None
+
+    def allow_manual_use(self) -> None:
+        """From now on steps may run several forwards, backwards and optimizer steps, in any order."""
+        if self.shards is not None and self._manual is None:
+            self._manual = ManualUse(self.shards)
+
+    def gather(self) -> None:
+        """In such a step, gather parameters that are not: a graph may have been made before they were freed."""
+        if self._manual is not None:
+            self._manual.gather()
 
     def prepare_forward(self) -> None:
         """Before the first forward of a training step or of an evaluation batch."""

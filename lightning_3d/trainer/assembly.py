@@ -109,7 +109,8 @@ def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, pre
     to_device(module, mesh.device)
     applied = tensor_parallel.apply(module, plan, mesh, cut.owns)
     original = WeakIdKeyDictionary()
-    for parameter, names in names_of:
+    # Parameters that tensor parallelism has made are seen by user code too: it finds them where it kept the others.
+    for parameter, names in [*names_of, *names_by_parameter(module)]:
         original[parameter] = names
     del names_of, parameter
 

@@ -20,6 +20,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.engine import Step, StepTimes
 from lightning_3d.pipeline.micro_batches import MicroBatch, cut, loss_weights, piece_sizes
+from lightning_3d.placeholder import refuse_foreign
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.random import mix_seed
 from lightning_3d.trainer.assembly import Assembly
@@ -66,6 +67,8 @@ class StepRunner:
         self.times = StepTimes()
         """Where the last training step's time went on this rank."""
         check_steps(module, config, mesh.pp.size)
+        if not module.automatic_optimization:
+            assembly.sharding.allow_manual_use()
         self._expected_pieces = config.num_micro_batches or MICRO_BATCHES_PER_STAGE * mesh.pp.size
 
     # --- training --------------------------------------------------------------------------------------------------
@@ -84,7 +87,10 @@ class StepRunner:
         call = self._caller("training", self._module.training_step, args, weights)
         if not self._in_engine:
             self._loss_factor = factors[0]
-            return self._report.publish(self._run_alone(call, pieces[0]))
+            output = self._report.publish(self._run_alone(call, pieces[0]))
+            if not self._module.automatic_optimization:
+                self._assembly.sharding.release()
+            return output
 
         window_starts = self._batch_idx % self._trainer.accumulate_grad_batches == 0
         old = self._set_old_gradients_aside() if window_starts else None
@@ -111,13 +117,25 @@ class StepRunner:
             self._put_gradients_back()
         else:
             sharding, sync = self._assembly.sharding, self._sync
+            earlier = self._take_gradients() if not self._module.automatic_optimization else []
+            sharding.gather()
             sharding.prepare_backward(0, last_of_chunk=True, last_of_step=True, sync=sync)
             is_whole = isinstance(self._loss_factor, float) and self._loss_factor == 1
             weighted = loss if is_whole else loss * self._loss_factor
             scaled = self._precision.scale_loss(weighted)
             self._precision.backward(scaled, self._module, optimizer, *args, **kwargs)
             sharding.finish(sync)
+            for parameter, gradient in earlier:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return self._precision.post_backward(loss, self._module)
+
+    def _take_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """The gradients of earlier backwards, off their parameters: they are complete, and not to be reduced again."""
+        # Clones: the reducer writes the next gradients where these are.
+        earlier = [(parameter, parameter.grad.clone()) for parameter in self._parameters if parameter.grad is not None]
+        for parameter, _ in earlier:
+            parameter.grad = None
+        return earlier
 
     def _warn_of_bubble(self, num_pieces: int) -> None:
         """Once, when the first batch has fewer samples than the pipeline could use; options were looked at before."""
@@ -144,8 +162,11 @@ class StepRunner:
         looks = is_overridden("on_before_zero_grad", module) or is_overridden("optimizer_zero_grad", module)
         callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         looks = looks or any(is_overridden("on_before_zero_grad", callback, pl.Callback) for callback in callbacks)
-        old = [(parameter, parameter.grad if looks else None) for parameter in self._parameters]
-        for parameter, _ in old:
+        old = []
+        for parameter in self._parameters:
+            # A clone: the reducer writes the fresh gradients where the old ones are.
+            kept = parameter.grad.clone() if looks and parameter.grad is not None else None
+            old.append((parameter, kept))
             parameter.grad = None
         return old
 
@@ -280,6 +301,7 @@ def _loss_of(result: Any) -> Tensor:
             f"training_step returned {type(result).__name__} where a loss is needed: a tensor, or a dict with the key"
             " 'loss'. Steps cannot be skipped by returning None when several ranks train together."
         )
+    refuse_foreign(loss, "The loss")
     return loss
 
 
