@@ -176,6 +176,26 @@ def first_placeholder(tree: Any) -> Placeholder | None:
     return next((found for item in tree if (found := first_placeholder(item)) is not None), None)
 
 
+def refuse_foreign(value: object, what: str) -> None:
+    """Refuse a value of a step that only other stages could compute.
+
+    Args:
+        value: What the user's code gave.
+        what: Its role, to begin the message with.
+
+    Raises:
+        StageError: if it is a placeholder whose tensor has not arrived.
+    """
+    if is_placeholder(value):
+        origin = value.origin  # type: ignore[attr-defined]
+        raise StageError(
+            f"{what} needs values that another pipeline stage holds (of {origin!r}, at {user_line()}). The stage that"
+            " computes the loss has its own parameters and what the blocks hand on, nothing else. Leave the parameters"
+            " of other stages out of it (let the optimizer's weight_decay regularise them), pass activations through"
+            " the arguments of the blocks, or use pipeline_parallel=1."
+        )
+
+
 def placeholder_parameter(parameter: nn.Parameter, device: torch.device, name: str) -> nn.Parameter:
     """The parameter that stands for one of another stage: same facts, on ``device``, no memory."""
     meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")

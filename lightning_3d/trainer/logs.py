@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from lightning_3d.collectives import all_gather, all_gather_object, all_reduce
 from lightning_3d.errors import StageError
 from lightning_3d.mesh import Mesh
+from lightning_3d.placeholder import refuse_foreign
 from lightning_3d.trainer.batches import BatchFacts
 
 
@@ -256,6 +257,7 @@ def _record(micro_batch: _MicroBatch, fx: str, name: str, value: Metric | Tensor
     number: Tensor | None = value._forward_cache if isinstance(value, Metric) else value
     if not isinstance(number, Tensor) or number.numel() != 1:
         number = None
+    refuse_foreign(number, f"self.log({name!r}, ...)")
     number = None if number is None else number.detach().reshape(())
     occurrence = micro_batch.count.get(name, 0)
     micro_batch.count[name] = occurrence + 1

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import lightning.pytorch as pl
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import LBFGS, Optimizer
 
 from lightning_3d import tensor_parallel
 from lightning_3d.config import ParallelConfig, Sizes
@@ -49,6 +53,40 @@ def check_steps(module: pl.LightningModule, config: ParallelConfig, stages: int)
         raise ConfigError(
             "training_step(dataloader_iter) fetches its own batches, so they cannot be cut into micro-batches for"
             f" pipeline_parallel={stages}. Take `batch` as argument instead, or use pipeline_parallel=1."
+        )
+
+
+def check_plugins(layer_sync: object, checkpoint_io: object) -> None:
+    """Refuse plugins of the Trainer that would have no effect.
+
+    Raises:
+        ConfigError: for ``sync_batchnorm=True`` and for a ``CheckpointIO``.
+    """
+    if layer_sync is not None:
+        raise ConfigError(
+            "sync_batchnorm=True was given, but the 3D strategy leaves batch normalisation to each replica, which uses"
+            " the statistics of its own micro-batch. Leave it out, or use GroupNorm or LayerNorm, whose numbers do not"
+            " depend on how the batch is cut."
+        )
+    if checkpoint_io is not None and type(checkpoint_io) is not TorchCheckpointIO:
+        raise ConfigError(
+            f"The Trainer was given {type(checkpoint_io).__name__}, but checkpoints of the 3D strategy are directories"
+            " that every rank writes its part of, so no CheckpointIO is called. Leave it out."
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], config: ParallelConfig, sizes: Sizes) -> None:
+    """Refuse optimizers whose step needs all values of all parameters at once, where a rank holds a part of them.
+
+    Raises:
+        ConfigError: for LBFGS.
+    """
+    is_cut = sizes.pp > 1 or sizes.tp > 1 or (sizes.dp > 1 and config.zero_stage > 0)
+    if is_cut and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ConfigError(
+            "LBFGS chooses its step by products over all parameters, of which each rank holds a part here"
+            f" (pipeline_parallel={sizes.pp}, tensor_parallel={sizes.tp}, zero_stage={config.zero_stage}). Use another"
+            " optimizer, or pipeline_parallel=1, tensor_parallel=1 and zero_stage=0."
         )
 
 

@@ -1,0 +1,93 @@
+"""What a stage cannot know, or an optimizer cannot do in parts, is refused at once: no rank waits, no wrong number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_3d import ConfigError, StageError, ThreeDStrategy
+from tests.harness import run_trainer
+
+PP2 = {"pipeline_parallel": 2, "num_micro_batches": 2}
+
+
+class Chain(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 8)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(8, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class WithWeightsInLoss(Chain):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + sum(p.square().sum() for p in self.parameters())
+
+
+class WithWeightsLogged(Chain):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("weight", self.embed.weight.norm())
+        return super().training_step(batch, batch_idx)
+
+
+class WithLBFGS(Chain):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+
+def fault(rank: int, world: int, kind: type[Chain], options: dict[str, int]) -> tuple[str, str]:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=ThreeDStrategy(timeout_s=30.0, **options),
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    try:
+        trainer.fit(kind(), DataLoader(torch.randn(8, 6), batch_size=4))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    "kind, what", [(WithWeightsInLoss, "The loss"), (WithWeightsLogged, "self.log('weight', ...)")]
+)
+def test_values_of_another_stage_are_refused_where_a_number_is_needed(kind: type[Chain], what: str) -> None:
+    _, (name, message) = run_trainer(2, fault, kind, PP2)
+    assert name == StageError.__name__
+    assert message.startswith(f"{what} needs values that another pipeline stage holds")
+    assert "embed" in message and "test_refusals.py" in message
+
+
+@pytest.mark.parametrize("options", [PP2, {"tensor_parallel": 2}, {"zero_stage": 1}])
+def test_lbfgs_is_refused_where_a_rank_holds_a_part_of_the_parameters(options: dict[str, int]) -> None:
+    for name, message in run_trainer(2, fault, WithLBFGS, options):
+        assert name == ConfigError.__name__
+        assert message.startswith("LBFGS")
+
+
+def test_lbfgs_trains_where_every_rank_holds_all_parameters() -> None:
+    assert run_trainer(2, fault, WithLBFGS, {"zero_stage": 0}) == [("", "")] * 2
+
+
+def test_plugins_without_effect_are_refused_when_the_trainer_is_made() -> None:
+    for given in ({"sync_batchnorm": True}, {"plugins": [AsyncCheckpointIO()]}):
+        with pytest.raises(ConfigError, match=r"sync_batchnorm|AsyncCheckpointIO"):
+            Trainer(accelerator="cpu", devices=2, strategy=ThreeDStrategy(), **given)
