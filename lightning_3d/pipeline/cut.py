@@ -63,6 +63,11 @@ class Cut:
         """Whether a chunk of this rank owns the module of that name."""
         return any(chunk in self.owned for chunk in self.chunks.chunks_of(name))
 
+    @property
+    def twins(self) -> dict[str, nn.Module]:
+        """Modules of this rank that have a twin, each with it."""
+        return {name: twin for name, (_, _, twin) in self._twins.items()}
+
     def install(self) -> None:
         """Hook the blocks; call this last, so that no other hook runs before."""
         if self.chunks.num_chunks == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -70,7 +70,13 @@ class AppliedPlan:
         )
 
 
-def apply(module: nn.Module, plan: Plan, mesh: Mesh, owned: Callable[[str], bool]) -> AppliedPlan:
+def apply(
+    module: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    owned: Callable[[str], bool],
+    twins: Mapping[str, nn.Module] | None = None,
+) -> AppliedPlan:
     """Cut ``module`` as ``plan`` says.
 
     Collective over the tensor-parallel axis. Modules and names stay; cut parameters are replaced by DTensors on the
@@ -82,10 +88,13 @@ def apply(module: nn.Module, plan: Plan, mesh: Mesh, owned: Callable[[str], bool
         mesh: Where this rank stands.
         owned: Whether the module of a given name is this pipeline stage's own. Others are left as they are, except
             for hooks that map shapes under sequence parallelism.
+        twins: Own blocks that have a stand-in for while another chunk of this stage runs, each with it: it gets those
+            hooks too.
 
     Raises:
         PlanError: when a block cut by the user's or the model's own plan does not compute what it computed before.
     """
+    twins = twins or {}
     applied = AppliedPlan(plan.tp, sequence_parallel=plan.sequence_parallel and plan.tp > 1)
     if plan.tp == 1:
         return applied
@@ -101,10 +110,11 @@ def apply(module: nn.Module, plan: Plan, mesh: Mesh, owned: Callable[[str], bool
             if owned(name):
                 convert_block(part, layout, shared, cut.inside(name), block.sequence_dim)
                 partial |= {f"{name}.{parameter}" for parameter in verdict.partial}
-            elif block.sequence_dim is not None:
-                shape_hooks(part, layout, shared, block.sequence_dim)
+            stand_in = twins.get(name, None if owned(name) else part)
+            if stand_in is not None and block.sequence_dim is not None:
+                shape_hooks(stand_in, layout, shared, block.sequence_dim)
     if plan.sequence_parallel:
-        _wrap_chains(module, plan, mesh)
+        _wrap_chains(module, plan, mesh, twins)
     for outside in plan.outside:
         applied.layers.append(LayerPlan(outside.name, outside.kind, outside.source))
         if owned(outside.name):
@@ -213,14 +223,20 @@ def _describe_block(applied: AppliedPlan, name: str, part: nn.Module, block: Blo
             applied.layers.append(LayerPlan(full, "replicated", "replicated", block.notes.get(layer, "")))
 
 
-def _wrap_chains(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
+def _wrap_chains(module: nn.Module, plan: Plan, mesh: Mesh, twins: Mapping[str, nn.Module]) -> None:
     kinds = {name: block for block in plan.blocks for name in block.names}
     for chain in plan.lists:
         first, last = kinds[chain[0]], kinds[chain[-1]]
         if first.sequence_dim is None or last.sequence_dim is None or first.call is None:
             continue
-        scatter_before(module.get_submodule(chain[0]), chain[0], mesh.tp, first.sequence_dim, _hidden_position(first))
-        gather_after(module.get_submodule(chain[-1]), mesh.tp, last.sequence_dim)
+        for block in (module.get_submodule(chain[0]), *_twin_of(chain[0], twins)):
+            scatter_before(block, chain[0], mesh.tp, first.sequence_dim, _hidden_position(first))
+        for block in (module.get_submodule(chain[-1]), *_twin_of(chain[-1], twins)):
+            gather_after(block, mesh.tp, last.sequence_dim)
+
+
+def _twin_of(name: str, twins: Mapping[str, nn.Module]) -> list[nn.Module]:
+    return [twins[name]] if name in twins else []
 
 
 def _hidden_position(block: BlockPlan) -> Position:

@@ -107,7 +107,7 @@ def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, pre
     owned_chunks = [chunk for chunk in range(chunks.num_chunks) if chunk % mesh.pp.size == mesh.pp.rank]
     cut = Cut(module, chunks, owned_chunks, mesh.device)
     to_device(module, mesh.device)
-    applied = tensor_parallel.apply(module, plan, mesh, cut.owns)
+    applied = tensor_parallel.apply(module, plan, mesh, cut.owns, cut.twins)
     original = WeakIdKeyDictionary()
     # Parameters that tensor parallelism has made are seen by user code too: it finds them where it kept the others.
     for parameter, names in [*names_of, *names_by_parameter(module)]:
