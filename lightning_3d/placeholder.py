@@ -162,18 +162,27 @@ def resolve(tree: Any) -> Any:
     return pytree.tree_map_only(Placeholder, resolve, tree)
 
 
-def first_placeholder(tree: Any) -> Placeholder | None:
-    """A placeholder in ``tree`` whose tensor has not arrived."""
-    if isinstance(tree, Tensor):
-        return tree if isinstance(tree, Placeholder) and tree.bound is None else None
+def leaves_of(tree: Any) -> list[Any]:
+    """The leaves of ``tree`` in pytree's order, with every bound placeholder replaced by its tensor."""
+    found: list[Any] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[Any]) -> None:
     kind = type(tree)
-    if kind in _ATOMS:
-        return None
-    if kind is dict:
-        tree = tree.values()
-    elif kind is not tuple and kind is not list:
-        tree = () if pytree.tree_is_leaf(tree) else pytree.tree_leaves(tree)
-    return next((found for item in tree if (found := first_placeholder(item)) is not None), None)
+    if kind is tuple or kind is list:
+        for item in tree:
+            _collect(item, found)
+    elif kind is dict:
+        for item in tree.values():
+            _collect(item, found)
+    elif isinstance(tree, Placeholder):
+        found.append(tree if tree.bound is None else tree.bound)
+    elif kind in _ATOMS or isinstance(tree, Tensor) or pytree.tree_is_leaf(tree):
+        found.append(tree)
+    else:
+        found.extend(resolve(leaf) for leaf in pytree.tree_leaves(tree))
 
 
 def refuse_foreign(value: object, what: str) -> None:

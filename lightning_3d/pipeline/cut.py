@@ -16,8 +16,8 @@ from lightning_3d.errors import StageError
 from lightning_3d.pipeline.blocks import ChunkMap
 from lightning_3d.placeholder import (
     Placeholder,
-    first_placeholder,
     is_placeholder,
+    leaves_of,
     placeholder_parameter,
     resolve,
     user_line,
@@ -80,6 +80,12 @@ class Cut:
                 stand_in.forward = StandIn(stand_in, name)
             for block in (*blocks, *stand_ins):
                 block.register_forward_pre_hook(_BlockHook(self, index, name), prepend=True, with_kwargs=True)
+        for name in self.chunks.outside:
+            # What a plain layer of torch answers with depends on the shapes of its input alone.
+            layers = [self._twins[name][2]] if name in self._twins else [] if self.owns(name) else [modules[name]]
+            for layer in layers:
+                if type(layer).__module__.startswith("torch.nn.modules.") and "forward" not in vars(layer):
+                    layer.forward = StandIn(layer, name)
         for name, owners in self.chunks.outside.items():
             if len(owners) == 1 and owners[0] in self.owned and owners[0] > 0:
                 hook = _ArrivalCheck(self, name)
@@ -143,7 +149,7 @@ class Cut:
             self._refuse_order(index, name, run)
         run.next_block = index + 1
         if index == starts[run.chunk + 1]:
-            raise StageEnd(pytree.tree_flatten(resolve((args, kwargs)))[0])
+            raise StageEnd(leaves_of((args, kwargs)))
         if index == starts[run.chunk] and run.chunk > 0:
             return self._enter(run, args, kwargs)
         if index > starts[run.chunk]:
@@ -151,16 +157,14 @@ class Cut:
         return None
 
     def _enter(self, run: _Run, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        leaves, spec = pytree.tree_flatten(resolve((args, kwargs)))
         wanted: dict[int, tuple[int, Placeholder]] = {}
-        for position, leaf in enumerate(leaves):
-            if is_placeholder(leaf) and id(leaf) not in wanted:
+        for position, leaf in enumerate(leaves_of((args, kwargs))):
+            if isinstance(leaf, Placeholder) and id(leaf) not in wanted:
                 wanted[id(leaf)] = (position, leaf)
         tensors = run.receive([p for p, _ in wanted.values()], [leaf for _, leaf in wanted.values()])
-        arrived = dict(zip(wanted, tensors, strict=True))
-        for key, tensor in arrived.items():
-            wanted[key][1].bind(tensor)
-        args, kwargs = pytree.tree_unflatten([arrived.get(id(leaf), leaf) for leaf in leaves], spec)
+        for (_, leaf), tensor in zip(wanted.values(), tensors, strict=True):
+            leaf.bind(tensor)
+        args, kwargs = resolve((args, kwargs))
         return args, kwargs
 
     def _refuse_order(self, index: int, name: str, run: _Run) -> None:
@@ -207,7 +211,7 @@ def refuse_unbound(tree: Any, where: str) -> None:
     Raises:
         StageError: naming the module the value comes from and ``where`` it is needed.
     """
-    missing = first_placeholder(tree)
+    missing = next((leaf for leaf in leaves_of(tree) if isinstance(leaf, Placeholder)), None)
     if missing is not None:
         raise StageError(
             f"{where!r} needs a value of shape {tuple(missing.shape)} that comes from {missing.origin!r} on another"
@@ -219,7 +223,7 @@ def refuse_unbound(tree: Any, where: str) -> None:
 
 
 class StandIn:
-    """The forward of a block that another chunk owns: runs it on meta tensors once per signature, then from memory."""
+    """The forward of a module that another chunk owns: on meta tensors once per signature, then from memory."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._forward = module.forward
@@ -228,43 +232,35 @@ class StandIn:
         self._memory: dict[Any, tuple[list[Any], Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer as the block would, with placeholders."""
-        leaves, spec = pytree.tree_flatten(resolve((args, kwargs)))
-        key = self._key(leaves, spec)
+        """Answer as the module would, with placeholders."""
+        inputs: list[Tensor] = []
+        with torch._C.DisableTorchFunctionSubclass():  # placeholders answer for themselves
+            signature = _signature((args, kwargs), inputs)
+        key = None if signature is None else (signature, self._module.training, torch.is_grad_enabled())
         if key is not None and key in self._memory:
             answer, out_spec = self._memory[key]
-            return pytree.tree_unflatten([self._recall(item, leaves) for item in answer], out_spec)
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
-        outputs, out_spec = pytree.tree_flatten(self._forward(*args, **kwargs))
-        answer = [self._describe(leaf, leaves) for leaf in outputs]
-        if key is not None and not any(isinstance(item, Tensor) for item in answer):
-            self._memory[key] = (answer, out_spec)
-        return pytree.tree_unflatten([self._recall(item, leaves) for item in answer], out_spec)
+        else:
+            args, kwargs = resolve((args, kwargs))
+            outputs, out_spec = pytree.tree_flatten(self._forward(*args, **kwargs))
+            answer = [self._describe(leaf, inputs) for leaf in outputs]
+            if key is not None and not any(isinstance(item, Tensor) for item in answer):
+                self._memory[key] = (answer, out_spec)
+        outputs = [self._recall(item, inputs) for item in answer]
+        return outputs[0] if out_spec.is_leaf() else pytree.tree_unflatten(outputs, out_spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._forward, memo)
 
-    def _key(self, leaves: list[Any], spec: Any) -> Any:
-        parts: list[Any] = [str(spec), self._module.training, torch.is_grad_enabled()]
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                parts.append((isinstance(leaf, Placeholder), leaf.shape, leaf.dtype, leaf.requires_grad))
-            elif leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype | torch.device):
-                parts.append(leaf)
-            else:
-                return None
-        return tuple(parts)
-
     @staticmethod
-    def _describe(leaf: Any, inputs: list[Any]) -> Any:
+    def _describe(leaf: Any, inputs: list[Tensor]) -> Any:
         for index, given in enumerate(inputs):
-            if leaf is given and isinstance(leaf, Tensor):
+            if leaf is given:
                 return _Input(index)
         if isinstance(leaf, Placeholder):
             return _Fact(leaf.meta, leaf.device, leaf.requires_grad)
         return leaf
 
-    def _recall(self, item: Any, inputs: list[Any]) -> Any:
+    def _recall(self, item: Any, inputs: list[Tensor]) -> Any:
         if isinstance(item, _Input):
             return inputs[item.index]
         if isinstance(item, _Fact):
@@ -272,9 +268,31 @@ class StandIn:
         return item
 
 
+def _signature(tree: Any, tensors: list[Tensor]) -> Any:
+    """What decides the shapes that a module answers with; ``None`` if that cannot be told. Collects the tensors."""
+    kind = type(tree)
+    if isinstance(tree, Tensor):
+        if isinstance(tree, Placeholder) and tree.bound is not None:
+            tree = tree.bound
+        tensors.append(tree)
+        return isinstance(tree, Placeholder), tree.shape, tree.dtype, tree.requires_grad
+    if tree is None or isinstance(tree, bool | int | float | str | torch.dtype | torch.device):
+        return kind, tree
+    layout: Any = kind
+    if kind is dict:
+        layout, tree = tuple(tree), tree.values()
+    elif kind is not tuple and kind is not list:
+        if pytree.tree_is_leaf(tree):
+            return None
+        tree, spec = pytree.tree_flatten(tree)
+        layout = str(spec)
+    parts = [_signature(item, tensors) for item in tree]
+    return None if any(part is None for part in parts) else (layout, *parts)
+
+
 @dataclass(frozen=True)
 class _Input:
-    """The answer is the input at this position."""
+    """The answer is the input tensor of this number."""
 
     index: int
 
