@@ -114,7 +114,7 @@ def share_out(
         lists: Its block lists, as a chain.
         num_chunks: Pipeline stages times virtual stages.
         split: ``"uniform"``, ``"parameters"``, ``"flops"`` or the number of blocks of every chunk.
-        call_order: Names of modules in the order of their first call in one step; without it, the order of
+        call_order: Names of modules in the order of their calls in one step; without it, the order of
             registration decides what runs before the blocks and what after them.
 
     Raises:
@@ -139,11 +139,9 @@ def share_out(
         starts.append(starts[-1] + size)
     chunk_of_block = [chunk for chunk, size in enumerate(sizes) for _ in range(size)]
     owners: dict[str, tuple[int, ...]] = {}
-    for name, position in outside.items():
-        if position is None:
-            owners[name] = tuple(range(num_chunks))
-        else:
-            owners[name] = (chunk_of_block[min(position, len(blocks) - 1)],)
+    for name, positions in outside.items():
+        everywhere = range(num_chunks)
+        owners[name] = tuple(everywhere if positions is None else sorted({chunk_of_block[i] for i in positions}))
     return ChunkMap(blocks, tuple(starts), _with_shared(module, owners))
 
 
@@ -162,51 +160,38 @@ def _with_shared(module: nn.Module, owners: Mapping[str, tuple[int, ...]]) -> di
 
 def _positions(
     module: nn.Module, lists: Sequence[BlockList], blocks: Sequence[str], call_order: Sequence[str] | None
-) -> dict[str, int | None]:
-    """Outside module with own parameters -> index of the block it runs with; ``None``: an ancestor of the blocks.
+) -> dict[str, frozenset[int] | None]:
+    """Outside module with own parameters -> the blocks it runs with; ``None``: an ancestor of the blocks.
 
-    What runs before block i belongs with block i; what runs after the last block of a list belongs with that block.
+    What runs before the first block belongs with that, everything else with the block that ran last: a chunk runs the
+    user's code up to the first block of the next chunk. A module that is called in several places belongs to each.
     Parameters held directly by an ancestor of the blocks are used where no hook can see it, so every chunk keeps them.
     """
-    first_of_list: dict[str, int] = {}
-    last_of_list: dict[str, int] = {}
-    count = 0
-    for item in lists:
-        first_of_list[item.name], last_of_list[item.name] = count, count + len(item.blocks) - 1
-        count += len(item.blocks)
     inside = tuple(name + "." for name in blocks)
     ancestors = {""} | {name[:i] for name in blocks for i in range(len(name)) if name[i] == "."}
-    names = [name for name, child in module.named_modules(remove_duplicate=False)]
-    order = [name for name in (call_order or ()) if name in set(names)]
-    called = set(order)
-    order += [name for name in names if name not in called] if not call_order else []
-    positions: dict[str, int | None] = {}
+    modules = dict(module.named_modules(remove_duplicate=False))
     holders = {
         name
-        for name, child in module.named_modules(remove_duplicate=False)
+        for name, child in modules.items()
         if any(True for _ in child.parameters(recurse=False)) and name not in blocks and not name.startswith(inside)
     }
-    next_block, index = 0, {name: i for i, name in enumerate(blocks)}
-    after = False
-    ends = set(last_of_list.values())
-    for name in order:
+    found: dict[str, set[int]] = {}
+    running, index = 0, {name: i for i, name in enumerate(blocks)}
+    for name in call_order or modules:
         if name in index:
-            next_block = index[name] + 1
-            after = index[name] in ends
-        elif name in holders and name not in ancestors and name not in positions:
-            positions[name] = next_block - 1 if after and next_block == len(blocks) else next_block
-    for name in holders:
-        if name in ancestors:
-            positions[name] = None
-        elif name not in positions:
-            positions[name] = None if call_order else len(blocks) - 1
+            running = index[name]
+        elif name in holders and name not in ancestors:
+            found.setdefault(name, set()).add(running)
+    positions: dict[str, frozenset[int] | None] = {name: frozenset(where) for name, where in found.items()}
+    for name in holders - positions.keys():
+        positions[name] = None
     return positions
 
 
 def _sizes(
     module: nn.Module,
     blocks: Sequence[str],
-    outside: Mapping[str, int | None],
+    outside: Mapping[str, frozenset[int] | None],
     num_chunks: int,
     split: str | Sequence[int],
 ) -> list[int]:
@@ -218,8 +203,8 @@ def _sizes(
     modules = dict(module.named_modules(remove_duplicate=False))
     costs = [cost(modules[name]) for name in blocks]
     last = len(blocks) - 1
-    first_extra = sum(cost(modules[name], recurse=False) for name, where in outside.items() if where == 0)
-    last_extra = sum(cost(modules[name], recurse=False) for name, where in outside.items() if where == last)
+    first_extra = sum(cost(modules[name], recurse=False) for name, where in outside.items() if where and 0 in where)
+    last_extra = sum(cost(modules[name], recurse=False) for name, where in outside.items() if where and last in where)
     return partition.balance(costs, num_chunks, first_extra=first_extra, last_extra=last_extra)
 
 

@@ -16,7 +16,9 @@ from lightning_3d.placeholder import placeholder_parameter
 
 
 def call_order(module: nn.Module) -> list[str] | None:
-    """Names of the modules of ``module`` in the order of their first call, or ``None`` if no input is known.
+    """Names of the modules of ``module`` in the order of their calls, or ``None`` if no input is known.
+
+    A module that is called several times stands there as often, under each of its names.
 
     Tried in turn: the LightningModule's ``example_input_array``; the ``dummy_inputs`` that Hugging Face models carry;
     a row of token numbers. Nothing is computed: parameters and buffers are replaced by placeholders for the time of
@@ -52,15 +54,9 @@ def _inputs(module: nn.Module) -> Iterator[tuple[nn.Module, str, tuple[Any, ...]
 
 def _record(target: nn.Module, prefix: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
     order: list[str] = []
-    seen: set[str] = set()
 
     def note(name: str) -> Callable[[nn.Module, Any], None]:
-        def hook(module: nn.Module, given: Any) -> None:
-            if name not in seen:
-                seen.add(name)
-                order.append(name)
-
-        return hook
+        return lambda module, given: order.append(name)
 
     handles = [
         child.register_forward_pre_hook(note(".".join(part for part in (prefix, name) if part)))
@@ -70,9 +66,12 @@ def _record(target: nn.Module, prefix: str, args: tuple[Any, ...], kwargs: dict[
     device = torch.device("cpu")
     new: dict[int, Tensor] = {}
     stand_ins: dict[str, Tensor] = {}
-    for name, parameter in target.named_parameters(remove_duplicate=False):
-        new.setdefault(id(parameter), placeholder_parameter(parameter, device, name))
-        stand_ins[name] = new[id(parameter)]
+    for path, child in target.named_modules():  # a module under two names once: exchanged twice, it is not restored
+        for key, parameter in child._parameters.items():
+            if parameter is not None:
+                name = f"{path}.{key}".lstrip(".")
+                new.setdefault(id(parameter), placeholder_parameter(parameter, device, name))
+                stand_ins[name] = new[id(parameter)]
     args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), (args, kwargs))
     rng = torch.get_rng_state()
     try:

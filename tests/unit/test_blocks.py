@@ -79,13 +79,40 @@ def test_call_order_decides_who_owns_what_runs_outside_the_blocks() -> None:
 def test_registration_order_decides_when_no_run_is_possible() -> None:
     model = Seq2Seq()
     chunks = share_out(model, find_block_lists(model), 2, [3, 2])
-    assert chunks.outside == {"embed": (0,), "bridge": (1,), "head": (1,)}
+    assert chunks.outside == {"embed": (0,), "bridge": (0,), "head": (1,)}
 
 
-def test_what_stands_between_two_lists_runs_with_the_next_one() -> None:
+@pytest.mark.parametrize(("split", "owner"), [([2, 3], 1), ([3, 2], 0), ([4, 1], 0)])
+def test_what_stands_between_two_lists_runs_with_the_block_before(split: list[int], owner: int) -> None:
     model = Seq2Seq()
-    chunks = share_out(model, find_block_lists(model), 2, [2, 3], call_order(model))
-    assert chunks.outside["bridge"] == (1,)
+    chunks = share_out(model, find_block_lists(model), 2, split, call_order(model))
+    assert chunks.outside["bridge"] == (owner,)
+
+
+class Twice(Gpt):
+    """One module under two names, called before the blocks and after them, and one called after every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.ModuleDict({"mix": nn.Linear(8, 8)})
+        self.mix = self.entry["mix"]
+        self.between = nn.LayerNorm(8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.entry["mix"](self.embed(ids))
+        for layer in self.layers:
+            x = self.between(x + layer(x))
+        return self.head(self.mix(x))
+
+
+def test_a_module_that_is_called_in_several_places_belongs_to_all_of_them() -> None:
+    model = Twice()
+    before = dict(model.named_parameters(remove_duplicate=False))
+    chunks = share_out(model, find_block_lists(model), 3, [2, 2, 2], call_order(model))
+    assert chunks.outside["mix"] == chunks.outside["entry.mix"] == (0, 2)
+    assert chunks.outside["between"] == (0, 1, 2)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert all(after[name] is parameter for name, parameter in before.items()), "the trial run leaves no trace"
 
 
 def test_shared_parameters_are_found_by_identity_with_their_stages() -> None:
