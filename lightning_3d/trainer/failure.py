@@ -134,9 +134,9 @@ class FailureGuard:
         first = self._announce(text, 2.0 if broken else 0.0)
         self._told = True
         if first:
-            _say(text)
+            say(text)
         elif not broken:
-            _say(f"{self._where} failed as well: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}\n")
+            say(f"{self._where} failed as well: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}\n")
 
     def trip(self, reason: str, announce: bool = False) -> None:
         """Make this rank stop because of what happened elsewhere.
@@ -153,7 +153,7 @@ class FailureGuard:
         if announce:
             self._armed = not self._raised
             if self._announce(reason, 0.0):
-                _say(reason + "\n")
+                say(reason + "\n")
         threading.Thread(target=self._interrupt, name="lightning-3d-stop", daemon=True).start()
 
     def _arm(self) -> None:
@@ -235,7 +235,7 @@ class FailureGuard:
         threading.Thread(target=watch, name="lightning-3d-deadline", daemon=True).start()
 
     def _end(self) -> None:
-        _say(f"{self._where} did not stop within {GRACE_S:g} s and is ended.\n")
+        say(f"{self._where} did not stop within {GRACE_S:g} s and is ended.\n")
         faulthandler.dump_traceback(all_threads=False)
         finalizers = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
         finalizers.start()
@@ -288,7 +288,8 @@ def launch_variables(file: Path) -> dict[str, str]:
     return {_FILE_VARIABLE: str(file), _PARENT_VARIABLE: str(os.getpid())}
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print to stderr under the name of the package."""
     # One write, so that what several ranks say does not mix.
     with contextlib.suppress(Exception):
         sys.stderr.write(f"\n[lightning_3d] {text}")

@@ -25,11 +25,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
+from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.trainer.failure import GRACE_S, FailureGuard, launch_variables, leave_note
+from lightning_3d.trainer.failure import GRACE_S, FailureGuard, launch_variables, leave_note, say
 
 _PRELOADED = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "lightning.pytorch", "lightning_3d"]
 _KILL_AFTER_S = 5.0
@@ -233,12 +234,20 @@ class ProcessLauncher(_MultiProcessingLauncher):
                 " the first fit. Make a new Trainer and give fit(ckpt_path=...), or use start_method='popen'."
             )
 
-    def _run_rank(self, index: int, start: _Start, *arguments: Any) -> None:
+    def _run_rank(self, index: int, start: _Start, trainer: Trainer | None, *arguments: Any) -> None:
         start.apply()
         guard = getattr(self._strategy, "guard", None)
         if isinstance(guard, FailureGuard):
             guard.watch_launcher()
-        self._wrapping_function(index, *arguments)
+        try:
+            self._wrapping_function(index, trainer, *arguments)
+        except BaseException as error:
+            # Where ranks are functions, Lightning handles errors in the parent only: too late for what these ranks
+            # hold (callbacks, loggers), and for the siblings that wait for this one.
+            if trainer is not None:
+                _interrupt(trainer, error)
+                trainer._teardown()
+            raise
 
     def _wait(self, error_files: Sequence[str], file: Path) -> None:
         """Until all ranks are done.
@@ -256,6 +265,8 @@ class ProcessLauncher(_MultiProcessingLauncher):
                     # Ranks that stop because of another one may be faster; what that one left behind comes first.
                     reason = f"{self._where(rank)} {_ending(process.exitcode)}; the other ranks are being stopped."
                     leave_note(file, reason)
+                    if not os.path.exists(error_files[rank]):  # it could not say anything itself
+                        say(reason + "\n")
                     _end_together(self.procs, _join_all)
                     raise _rank_error(rank, process, error_files)
 

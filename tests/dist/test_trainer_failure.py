@@ -1,0 +1,131 @@
+"""A job of which one rank fails ends soon, with the first error in sight and nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 30.0
+START_S = 120.0
+
+
+class _Run:
+    """A job under way, in a session of its own."""
+
+    def __init__(self, folder: Path, start_method: str, fault: str) -> None:
+        self.folder = folder
+        command = [sys.executable]
+        if start_method == "torchrun":
+            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+        command += [str(ROOT / "tests" / "failing_job.py"), start_method, fault, str(folder)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.errors = folder / "stderr"
+        with self.errors.open("wb") as errors, Path(folder, "stdout").open("wb") as output:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=output, stderr=errors, start_new_session=True
+            )
+
+    def wait_for(self, name: str) -> float:
+        """When the file appeared."""
+        deadline = time.monotonic() + START_S
+        while not (path := Path(self.folder, name)).exists():
+            assert time.monotonic() < deadline, f"{name} never came\n{self.text}"
+            assert self.process.poll() is None or Path(self.folder, name).exists(), self.text
+            time.sleep(0.05)
+        return path.stat().st_mtime
+
+    def end(self, since: float) -> int:
+        """The exit status of a job that ends, all of it, in time."""
+        code = self.process.wait(max(0.1, since + LIMIT_S - time.time()))
+        left = [process for process in psutil.process_iter(["cmdline"]) if self._is_ours(process)]
+        psutil.wait_procs(left, timeout=max(0.1, since + LIMIT_S - time.time()))
+        assert not [process for process in left if process.is_running()], self.text
+        return code
+
+    def stop(self) -> None:
+        for process in psutil.process_iter(["cmdline"]):
+            if self._is_ours(process):
+                process.kill()
+        self.process.wait(10)
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        return str(self.folder) in (process.info["cmdline"] or ())
+
+    @property
+    def text(self) -> str:
+        return self.errors.read_text(errors="replace")
+
+    def marks(self, name: str) -> int:
+        return len(list(self.folder.glob(f"{name}*")))
+
+
+@pytest.fixture
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> _Run:
+    job = _Run(tmp_path, *request.param)
+    request.addfinalizer(job.stop)
+    return job
+
+
+WHO = {
+    "step": ("rank [23] (pp1", "ValueError: the step is broken"),
+    "worker": ("rank 0 (pp0 dp0 tp0) failed first", "ValueError: sample 24 is broken"),
+    "start": ("rank 1 (pp0 dp0 tp1) failed first", "ValueError: rank 1 is broken"),
+    "exit": ("rank 2 (pp1 dp0 tp0) ended with exit code 3", ""),
+    "kill": ("rank 2 (pp1 dp0 tp0) was ended by SIGKILL", ""),
+}
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        ("popen", "step"),
+        ("popen", "worker"),
+        ("popen", "start"),
+        ("popen", "exit"),
+        ("popen", "kill"),
+        ("fork", "step"),
+        ("fork", "kill"),
+        ("forkserver", "worker"),
+        ("spawn", "start"),
+        ("torchrun", "step"),
+        ("torchrun", "exit"),
+    ],
+    indirect=True,
+    ids=lambda value: "-".join(value),
+)
+@pytest.mark.timeout(200)
+def test_all_ranks_end_when_one_fails(run: _Run, request: pytest.FixtureRequest) -> None:
+    start_method, fault = request.node.callspec.params["run"]
+    code = run.end(run.wait_for("fault"))
+    assert code != 0
+    position, error = WHO[fault]
+    text = run.text
+    if fault == "step":
+        assert "rank 2 (pp1 dp0 tp0) failed first" in text or "rank 3 (pp1 dp0 tp1) failed first" in text
+    elif start_method != "torchrun" or fault == "start":
+        assert position in text
+    assert error in text
+    died = fault in ("exit", "kill")
+    scripts = start_method in ("popen", "torchrun")
+    assert run.marks("exception") == 4 - died + (not scripts)
+    if scripts:
+        assert run.marks("finally") == 4 - died
+        assert run.marks("atexit") == 4 - died
+
+
+@pytest.mark.parametrize("run", [("popen", "none"), ("fork", "none")], indirect=True, ids=lambda value: "-".join(value))
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.timeout(200)
+def test_no_process_outlives_the_one_that_was_started(run: _Run, signum: signal.Signals) -> None:
+    for rank in range(4):
+        run.wait_for(f"pid{rank}")
+    run.process.send_signal(signum)
+    assert run.end(time.time()) != 0
