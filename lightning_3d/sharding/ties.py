@@ -24,6 +24,8 @@ class Tie:
     """This rank's copy."""
     axis: Axis
     """The pipeline ranks that have a copy."""
+    control: Axis
+    """The same ranks, with a group for messages of the hosts."""
     counted: bool
     """Whether this rank's copy is the one that counts in norms; true on the first of them."""
 
@@ -40,10 +42,10 @@ def make_ties(shared: Iterable[tuple[Sequence[str], Sequence[int]]], module: nn.
         mesh: The mesh.
     """
     spread = [(tuple(names), tuple(stages)) for names, stages in shared if len(stages) > 1]
-    axes = {stages: _axis(stages, mesh) for stages in dict.fromkeys(stages for _, stages in spread)}
+    axes = {stages: _axes(stages, mesh) for stages in dict.fromkeys(stages for _, stages in spread)}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     return [
-        Tie(names[0], _own_copy(names, parameters), axes[stages], counted=mesh.pp.rank == stages[0])
+        Tie(names[0], _own_copy(names, parameters), *axes[stages], counted=mesh.pp.rank == stages[0])
         for names, stages in spread
         if mesh.pp.rank in stages
     ]
@@ -52,7 +54,7 @@ def make_ties(shared: Iterable[tuple[Sequence[str], Sequence[int]]], module: nn.
 def sum_over_ties(ties: Sequence[Tie]) -> None:
     """Sum the gradients of tied copies over the stages that hold them.
 
-    A tied weight that is trained always has a gradient afterwards, of zeros if no stage used it.
+    A tied weight that no stage used has no gradient afterwards, as in one process.
     """
     by_ranks: dict[tuple[int, ...], list[Tie]] = {}
     for tie in ties:
@@ -62,24 +64,37 @@ def sum_over_ties(ties: Sequence[Tie]) -> None:
     # other.
     for ranks in sorted(by_ranks):
         members = sorted(by_ranks[ranks], key=lambda tie: tie.name)
+        # Only the hosts know who has a gradient, and asking each other does not make them wait for the device.
+        used = torch.tensor([tie.param.grad is not None for tie in members], dtype=torch.uint8)
+        asked = dist.all_reduce(used, dist.ReduceOp.MAX, group=members[0].control.group, async_op=True)
         sum_together([tie.param for tie in members], members[0].axis, fill=True)
+        asked.wait()
+        for tie, is_used in zip(members, used.tolist(), strict=True):
+            if not is_used:
+                tie.param.grad = None
 
 
 def _own_copy(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> nn.Parameter:
     return next(parameters[name] for name in names if name in parameters and not is_placeholder(parameters[name]))
 
 
-def _axis(stages: tuple[int, ...], mesh: Mesh) -> Axis:
+def _axes(stages: tuple[int, ...], mesh: Mesh) -> tuple[Axis, Axis]:
+    """The ranks of these stages in this rank's column, with a group for gradients and one for the hosts."""
     if len(stages) == mesh.pp.size:
-        return mesh.pp
+        return mesh.pp, mesh.control_pp
     sizes = mesh.sizes
     grid = torch.arange(sizes.world).view(sizes.pp, sizes.dp, sizes.tp)
-    mine, group = tuple(mesh.pp.ranks[stage] for stage in stages), None
-    for replica in range(sizes.dp):
-        for part in range(sizes.tp):
-            ranks = grid[list(stages), replica, part].tolist()
-            made = dist.new_group(ranks)
-            if mesh.rank in ranks:
-                group = made
+    mine = tuple(mesh.pp.ranks[stage] for stage in stages)
     rank = stages.index(mesh.pp.rank) if mesh.pp.rank in stages else -1
-    return Axis("tie", len(stages), rank, mine, group)
+    backends = (None,) if mesh.device.type == "cpu" else (None, "gloo")
+    made = []
+    for backend in backends:
+        group = None
+        for replica in range(sizes.dp):
+            for part in range(sizes.tp):
+                ranks = grid[list(stages), replica, part].tolist()
+                new = dist.new_group(ranks, backend=backend)
+                if mesh.rank in ranks:
+                    group = new
+        made.append(Axis("tie", len(stages), rank, mine, group))
+    return made[0], made[-1]

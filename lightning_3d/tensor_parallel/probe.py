@@ -160,10 +160,10 @@ def _run(
         for name in wanted:
             handles.append(root.get_submodule(name).register_forward_pre_hook(seen(name), with_kwargs=True))
             handles.append(root.get_submodule(name).register_forward_hook(done(name)))
-        tensors = {name: _to_meta(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        tensors = _on_meta(module)
         watch.follow(tensors)
         with torch.no_grad(), torch.random.fork_rng(devices=[]), watch, GuessValues():
-            torch.func.functional_call(module, tensors, args, kwargs)
+            torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)
     finally:
         watch.remove()
         for handle in handles:
@@ -171,6 +171,17 @@ def _run(
         for part, values in attributes.items():
             vars(part).clear()
             vars(part).update(values)
+
+
+def _on_meta(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers on the meta device; a module with two names once: exchanged twice, it is not restored."""
+    made: dict[int, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
+    for path, part in module.named_modules():
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None:
+                tensors[f"{path}.{name}".lstrip(".")] = made.setdefault(id(tensor), _to_meta(tensor))
+    return tensors
 
 
 class _Watch(TorchFunctionMode):
