@@ -9,12 +9,14 @@ from lightning_3d.errors import CheckpointError, ConfigError, PlanError, StageEr
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.strategy import ThreeDStrategy
 from lightning_3d.trainer.layout import Layout
+from lightning_3d.trainer.run_report import RunReport
 
 __all__ = [
     "CheckpointError",
     "ConfigError",
     "Layout",
     "PlanError",
+    "RunReport",
     "StageError",
     "ThreeDError",
     "ThreeDPrecision",

@@ -108,7 +108,7 @@ class LogRelay:
 
         def record(fx: str, name: str, value: Metric | Tensor, **options: Any) -> None:
             if self._pass_through:
-                log(fx, name, value, **{**options, "sync_dist": False, "sync_dist_group": None})
+                log(fx, name, value, **{**options, **_SETTLED})
             else:
                 _record(micro_batch, fx, name, value, options)
 
@@ -164,7 +164,7 @@ class LogRelay:
                 value,
                 **dict(key.options),
                 reduce_fx=getattr(builtins if key.builtin else torch, key.op),
-                sync_dist_fn=trainer.strategy.reduce,
+                **_SETTLED,
                 batch_size=batch_size,
                 metric_attribute=key.metric,
             )
@@ -241,6 +241,14 @@ class LogRelay:
             [-1.0 if key.op == "min" else 1.0 for key in keys], dtype=values.dtype, device=values.device
         )
         return torch.stack([values * signs, samples])
+
+
+def _as_it_is(value: Any, *args: Any, **kwargs: Any) -> Any:
+    return value
+
+
+_SETTLED: dict[str, Any] = {"sync_dist": True, "sync_dist_fn": _as_it_is, "sync_dist_group": None}
+"""The values are those of all ranks already; Lightning, told that they are not, would advise ``sync_dist``."""
 
 
 def _record(micro_batch: _MicroBatch, fx: str, name: str, value: Metric | Tensor, options: dict[str, Any]) -> None:

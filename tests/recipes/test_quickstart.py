@@ -34,7 +34,7 @@ def train(folder: Path, name: str, *args: str) -> tuple[dict[int, float], str]:
         folder,
         *("fit", "--config", str(RECIPE), "--trainer.max_steps=50", "--trainer.limit_val_batches=0"),
         *("--trainer.log_every_n_steps=1", "--trainer.enable_checkpointing=false", "--trainer.callbacks=null"),
-        *("--trainer.callbacks=lightning_3d.trainer.run_report.RunReport", "--trainer.callbacks.prompt=import"),
+        *("--trainer.callbacks=lightning_3d.RunReport", "--trainer.callbacks.prompt=import"),
         *("--trainer.callbacks.length=20", "--trainer.enable_progress_bar=false"),
         *("--trainer.logger=lightning.pytorch.loggers.CSVLogger", "--trainer.logger.save_dir=."),
         *(f"--trainer.logger.name={name}", *args),
