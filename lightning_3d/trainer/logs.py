@@ -203,7 +203,8 @@ class LogRelay:
             for key in keys:
                 value, own = micro_batch.values.get(key, (None, None))
                 rows.append(absent if value is None else value.to(device))
-                present = key in micro_batch.values
+                # A piece of no samples repeats one of another, only to keep the ranks in step.
+                present = key in micro_batch.values and micro_batch.size > 0
                 size = micro_batch.size if own is None else own
                 weights.append((micro_batch.weight if own is None else own) if present else 0.0)
                 samples.append(size if present else 0)
@@ -214,10 +215,11 @@ class LogRelay:
         columns = []
         for index, key in enumerate(keys):
             column, logged = matrix[:, index], sample[:, index] > 0
-            if key.op == "mean":
-                columns.append((column * weight[:, index]).sum())
+            if key.op == "mean":  # what weighs nothing may be NaN: the mean over no tokens, say
+                weighted = column * weight[:, index]
+                columns.append(torch.where(weight[:, index] > 0, weighted, 0.0).sum())
             elif key.op == "sum":
-                columns.append(column.sum())
+                columns.append(torch.where(logged, column, 0.0).sum())
             else:
                 lowest = torch.where(logged, column if key.op == "max" else -column, float("-inf"))
                 columns.append(lowest.amax())

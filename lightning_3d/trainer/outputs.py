@@ -87,9 +87,15 @@ def _combine_sequences(outputs: Sequence[Any], weights: Sequence[float | Tensor]
 
 
 def _mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
-    total = sum(weights)
-    mean = sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
+    # What weighs nothing may be NaN: the mean over no tokens, say.
+    mean = sum(_weighted(value, weight) for value, weight in zip(values, weights, strict=True)) / sum(weights)
     return torch.as_tensor(mean, dtype=values[0].dtype)
+
+
+def _weighted(value: Tensor, weight: float | Tensor) -> Tensor | float:
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, value * weight, 0.0)
+    return value * weight if weight else 0.0
 
 
 def _all_equal(outputs: Sequence[Any]) -> bool:

@@ -97,7 +97,7 @@ class StepRunner:
 
         def backward(result: Any, piece: MicroBatch) -> None:
             loss = _loss_of(result)
-            scaled = loss * (factors[piece.index] / self._trainer.accumulate_grad_batches)
+            scaled = _scaled(loss, factors[piece.index] / self._trainer.accumulate_grad_batches)
             self._module.backward(self._precision.scale_loss(scaled))
 
         engine = self._assembly.engine
@@ -120,9 +120,7 @@ class StepRunner:
             earlier = self._take_gradients() if not self._module.automatic_optimization else []
             sharding.gather()
             sharding.prepare_backward(0, last_of_chunk=True, last_of_step=True, sync=sync)
-            is_whole = isinstance(self._loss_factor, float) and self._loss_factor == 1
-            weighted = loss if is_whole else loss * self._loss_factor
-            scaled = self._precision.scale_loss(weighted)
+            scaled = self._precision.scale_loss(_scaled(loss, self._loss_factor))
             self._precision.backward(scaled, self._module, optimizer, *args, **kwargs)
             sharding.finish(sync)
             for parameter, gradient in earlier:
@@ -292,6 +290,15 @@ class StepRunner:
         loop = self._trainer._active_loop
         progress = getattr(getattr(loop, "epoch_loop", loop), "batch_progress", None)
         return progress.total.ready if progress is not None else 0
+
+
+def _scaled(loss: Tensor, factor: float | Tensor) -> Tensor:
+    """``loss * factor``, and zero where the factor is: a mean over no tokens is NaN, and must not spoil the others."""
+    if isinstance(factor, Tensor):
+        return torch.where(factor > 0, loss * factor, 0.0)
+    if factor == 0:
+        return torch.where(torch.isfinite(loss), loss, 0.0) * 0.0
+    return loss if factor == 1 else loss * factor
 
 
 def _loss_of(result: Any) -> Tensor:
