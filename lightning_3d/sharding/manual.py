@@ -24,13 +24,16 @@ class ManualUse:
 
     def __init__(self, shards: ZeroShards) -> None:
         self._shards = shards
+        shards.completes = True  # the root's backward hooks are set when its forward ends, which is later
         # At stage 3 blocks are gathered by their own hooks; the root's hook runs once per step.
         self._units = [shards.root] if shards.rule.shards_parameters else shards.all_units
         self._flags: dict[int, bool] = {}
+        """By id of FSDP2's item: ``requires_grad`` of shard and gathered parameter, as of the last look."""
         users: dict[nn.Module, list[Any]] = {}
         for unit in shards.all_units:
             for group in unit.groups:
                 for item in group.fsdp_params:
+                    self._flags[id(item)] = item.sharded_param.requires_grad
                     for module in (item._module_info.module, *item._module_info.shared_modules):
                         users.setdefault(module, []).append(item)
         for module, items in users.items():
@@ -52,8 +55,8 @@ class ManualUse:
             if gathered is None:
                 continue
             shard = item.sharded_param
-            known = self._flags.get(id(item), shard.requires_grad)
-            wanted = gathered.requires_grad if shard.requires_grad == known else shard.requires_grad
+            changed = shard.requires_grad != self._flags[id(item)]
+            wanted = shard.requires_grad if changed else gathered.requires_grad
             for parameter in (shard, gathered):
                 if parameter.requires_grad != wanted:
                     parameter.requires_grad_(wanted)

@@ -126,6 +126,8 @@ class ZeroShards:
             _shard(unit, dp_mesh, rule, policy, ignored)
         self._chunks = sorted(blocks)
         self._link()
+        self.completes = not rule.reduce_each_micro_batch
+        """Whether :meth:`finish` reduces what no backward has reduced."""
         self.arrived: dict[int, bool] = {}
         """By id of parameter: whether this replica has a gradient of it; emptied when a step is finished."""
         if dp_mesh.device_type == "cpu":
@@ -185,7 +187,7 @@ class ZeroShards:
         """After the last backward: reduce what no backward reached, and free what is gathered."""
         if not sync:
             return
-        if not self.rule.reduce_each_micro_batch:
+        if self.completes:
             for unit in (*self.units[::-1], self.root):
                 if not unit.has_reduced:
                     unit.wait_for_gather()
