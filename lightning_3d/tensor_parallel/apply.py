@@ -36,7 +36,7 @@ class AppliedPlan:
     """Whole parameters whose gradients are to be summed over the tensor-parallel ranks, once per step."""
     sequence_parallel: bool = False
     """Whether hidden states between the blocks are pieces of the sequence."""
-    checks: list[Callable[[], None]] = field(default_factory=list)
+    checks: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     @property
     def replicated(self) -> list[LayerPlan]:
@@ -101,7 +101,7 @@ def apply(
     regions = Regions(mesh.tp, mesh.device)
     cut = _Cutter(mesh)
     partial: set[str] = set()
-    settled = [_settle(module, block, mesh) for block in plan.blocks]
+    settled = [_settle(module, block, mesh, owned) for block in plan.blocks]
     for block, (layout, verdict) in zip(plan.blocks, settled, strict=True):
         shared = Regions(mesh.tp, mesh.device, block.sequence_dim or 0) if block.sequence_dim is not None else regions
         for name in block.names:
@@ -125,9 +125,12 @@ def apply(
     return applied
 
 
-def _settle(module: nn.Module, block: BlockPlan, mesh: Mesh) -> tuple[BlockLayout, Verdict]:
+def _settle(
+    module: nn.Module, block: BlockPlan, mesh: Mesh, owned: Callable[[str], bool]
+) -> tuple[BlockLayout, Verdict]:
     """The first way of cutting every region that keeps the numbers."""
-    name = block.names[0]
+    # Another stage's block has lost its buffers here; it serves where this stage has none of the kind.
+    name = next((name for name in block.names if owned(name)), block.names[0])
     choice = [0] * len(block.regions)
     if block.call is None:
         return block.fixed, Verdict()
@@ -254,7 +257,9 @@ def _convert_outside(module: nn.Module, outside: OutsideCut, regions: Regions, c
         assert isinstance(layer, nn.Embedding)
         rows, axis = layer.num_embeddings, regions.axis
         sizes = chunk_sizes(rows, axis.size)
-        cut(f"{outside.name}.weight", layer.weight, ParameterCut(0, tuple(layer.weight.shape), (rows,), axis.size))
+        weight = layer._parameters["weight"]
+        assert weight is not None
+        cut(f"{outside.name}.weight", weight, ParameterCut(0, tuple(weight.shape), (rows,), axis.size))
         to_vocab_parallel(layer, VocabSettings(regions=regions, start=sum(sizes[: axis.rank]), length=sizes[axis.rank]))
     elif outside.kind == "colwise_gather":
         sharded = plan.loss_parallel and outside.is_head

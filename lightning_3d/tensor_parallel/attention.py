@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -138,11 +139,12 @@ def is_parallelizable(module: nn.MultiheadAttention) -> bool:
 def to_parallel_attention(module: nn.Module, settings: AttentionSettings) -> None:
     """Make ``module`` compute its share of the heads; its parameters are cut elsewhere."""
     module._attention = settings  # type: ignore[assignment]
-    module.__class__ = _converted(type(module))
+    cls: Any = type(module)
+    module.__class__ = _converted(cls)
 
 
 @functools.cache
-def _converted(cls: type[nn.Module]) -> type[nn.Module]:
+def _converted(cls: Any) -> type[nn.Module]:
     if cls is nn.MultiheadAttention:
         return ParallelMultiheadAttention
     bases = (ParallelMultiheadAttention, cls)

@@ -28,7 +28,7 @@ def copy_to_tp(x: Tensor, axis: Axis) -> Tensor:
     x = _resolved(x)
     if axis.size == 1 or not (x.requires_grad and torch.is_grad_enabled()) or is_shape_only(x):
         return x
-    return _Copy.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
+    return _Copy.apply(x, axis)
 
 
 def reduce_from_tp(x: Tensor, axis: Axis) -> Tensor:
@@ -39,7 +39,7 @@ def reduce_from_tp(x: Tensor, axis: Axis) -> Tensor:
     x = _resolved(x)
     if axis.size == 1 or is_shape_only(x):
         return x
-    return _Reduce.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
+    return _Reduce.apply(x, axis)
 
 
 def gather_from_tp(x: Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
@@ -62,7 +62,7 @@ def split_to_tp(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     length = x.shape[dim] // axis.size
     if is_shape_only(x):
         return x.narrow(dim, axis.rank * length, length)
-    return _Split.apply(x, axis, dim)  # type: ignore[no-any-return, no-untyped-call]
+    return _Split.apply(x, axis, dim)
 
 
 def scatter_to_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -91,7 +91,7 @@ def reduce_scatter_to_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
     if is_shape_only(x):
         length = x.shape[dim] // axis.size
         return x.narrow(dim, axis.rank * length, length)
-    return _ReduceScatter.apply(x, axis, dim)  # type: ignore[no-any-return, no-untyped-call]
+    return _ReduceScatter.apply(x, axis, dim)
 
 
 def _gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None, reduce_gradient: bool) -> Tensor:
@@ -104,7 +104,7 @@ def _gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None, reduce
         shape = list(x.shape)
         shape[dim] = sum(sizes)
         return x.new_empty(shape).requires_grad_(x.requires_grad)
-    return _Gather.apply(x, axis, dim, sizes, reduce_gradient)  # type: ignore[no-any-return, no-untyped-call]
+    return _Gather.apply(x, axis, dim, sizes, reduce_gradient)
 
 
 def _resolved(x: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         # Others may hold this gradient, so the sum goes into a copy.
         return all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.axis), None
@@ -147,7 +147,7 @@ class _Gather(torch.autograd.Function):
         return all_gather(x, axis, dim, sizes)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         axis: Axis = ctx.axis
         if ctx.reduce_gradient:
@@ -166,7 +166,7 @@ class _Split(torch.autograd.Function):
         return x.narrow(dim, axis.rank * length, length).contiguous()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(gradient, ctx.axis, ctx.dim), None, None
 
@@ -178,6 +178,6 @@ class _ReduceScatter(torch.autograd.Function):
         return reduce_scatter(x, axis, dim)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(gradient, ctx.axis, ctx.dim), None, None

@@ -22,6 +22,7 @@ from lightning_3d.tensor_parallel.layout import (
     Rules,
 )
 from lightning_3d.tensor_parallel.observe import OUTPUT, LayerUse, Observation, ancestors
+from lightning_3d.tensor_parallel.region import Entry
 
 _HEADS = re.compile(r"(config\.)?(n|num|nb|nr)?_?(attention|attn|query|q)?_?heads?|nhead|h")
 _KV_HEADS = re.compile(r"(config\.)?(n|num)?_?(kv|key_value)_?heads?|multi_query_group_num")
@@ -230,11 +231,13 @@ def _section_choices(use: LayerUse, out: int, width: int, named: dict[str, int])
 
 def _entries(
     seen: Observation, skeleton: Skeleton, sequence: bool
-) -> Iterator[tuple[str | None, tuple[Position, ...], tuple[Position, ...], dict[str, str]]]:
+) -> Iterator[tuple[str | None, tuple[Position, ...], tuple[Position, ...], dict[str, Entry]]]:
     """Where the region is entered: the module whose arguments change, and how each column layer takes its input."""
-    mode = "gather" if sequence else "copy"
-    at_layers = {use.name: mode if use.depends_on_hidden else "copy" for use in skeleton.columns}
-    at_module = {use.name: "none" if sequence and use.depends_on_hidden else "copy" for use in skeleton.columns}
+    mode: Entry = "gather" if sequence else "copy"
+    at_layers: dict[str, Entry] = {use.name: mode if use.depends_on_hidden else "copy" for use in skeleton.columns}
+    at_module: dict[str, Entry] = {
+        use.name: "none" if sequence and use.depends_on_hidden else "copy" for use in skeleton.columns
+    }
     common = _common([use.name for use in skeleton.columns])
     modules = [module for module in (common, *ancestors(common)) if module and seen.inputs.get(module)]
     if not sequence:

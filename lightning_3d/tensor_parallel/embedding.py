@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -69,11 +70,12 @@ def is_embedding(module: nn.Module) -> bool:
 def to_vocab_parallel(module: nn.Module, settings: VocabSettings) -> None:
     """Make ``module`` a vocab-parallel embedding; its weight is cut elsewhere."""
     module._vocab = settings  # type: ignore[assignment]
-    module.__class__ = _converted(type(module))
+    cls: Any = type(module)
+    module.__class__ = _converted(cls)
 
 
 @functools.cache
-def _converted(cls: type[nn.Module]) -> type[nn.Module]:
+def _converted(cls: Any) -> type[nn.Module]:
     if cls is nn.Embedding:
         return VocabParallelEmbedding
     # Behind cls, so that what its own forward adds around super().forward() stays.

@@ -21,7 +21,7 @@ from lightning_3d.tensor_parallel.collectives import (
     split_to_tp,
 )
 from lightning_3d.tensor_parallel.loss import ShardedLogits
-from lightning_3d.tensor_parallel.parameters import local_view
+from lightning_3d.tensor_parallel.parameters import local_view, local_views
 from lightning_3d.tensor_parallel.region import Entry, Regions
 
 
@@ -74,8 +74,8 @@ class Column(nn.Module):
     ``[..., out / tp]``.
     """
 
-    weight: Tensor
-    bias: Tensor | None
+    weight: Any
+    bias: Any
     _column: ColumnSettings
     _kind: Any
 
@@ -88,7 +88,7 @@ class Column(nn.Module):
         if settings.share is not None:
             weight = weight.narrow(self._kind.out_dim, *settings.share)
             bias = None if bias is None else bias.narrow(0, *settings.share)
-        y: Tensor = self._kind.linear(x, local_view(weight), local_view(bias))
+        y: Tensor = self._kind.linear(x, *local_views(weight, bias))
         if settings.random and self.training:
             regions.open_stream()
         if settings.gather is None:
@@ -104,8 +104,8 @@ class Row(nn.Module):
     Input ``[..., in / tp]``, output ``[..., out]``, summed over the axis; the bias is added once, after the sum.
     """
 
-    weight: Tensor
-    bias: Tensor | None
+    weight: Any
+    bias: Any
     _row: RowSettings
     _kind: Any
 
@@ -140,7 +140,7 @@ class RowParallelLinear(Row, nn.Linear):
 def is_conv1d(module: nn.Module) -> bool:
     """Whether ``module`` is Hugging Face's Conv1D, a linear layer with weight ``[in, out]``."""
     return any(
-        base.__name__ == "Conv1D" and base.__module__.startswith("transformers") for base in type(module).__mro__
+        base.__name__ == "Conv1D" and base.__module__.startswith("transformers") for base in _class(module).__mro__
     )
 
 
@@ -157,7 +157,8 @@ def is_linear(module: nn.Module) -> bool:
 
 def features(module: nn.Module) -> tuple[int, int]:
     """``(in, out)`` of a linear layer, of the whole weight."""
-    rows, columns = module.weight.shape  # type: ignore[union-attr, misc]
+    weight: Any = module.weight
+    rows, columns = weight.shape
     return (rows, columns) if is_conv1d(module) else (columns, rows)
 
 
@@ -169,17 +170,21 @@ def weight_dims(module: nn.Module) -> tuple[int, int]:
 def to_column(module: nn.Module, settings: ColumnSettings) -> None:
     """Make ``module`` a column layer; its parameters are cut elsewhere."""
     module._column = settings  # type: ignore[assignment]
-    module.__class__ = _converted(type(module), Column)
+    module.__class__ = _converted(_class(module), Column)
 
 
 def to_row(module: nn.Module, settings: RowSettings) -> None:
     """Make ``module`` a row layer; its parameters are cut elsewhere."""
     module._row = settings  # type: ignore[assignment]
-    module.__class__ = _converted(type(module), Row)
+    module.__class__ = _converted(_class(module), Row)
+
+
+def _class(module: nn.Module) -> Any:
+    return type(module)
 
 
 @functools.cache
-def _converted(cls: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
+def _converted(cls: Any, mixin: Any) -> type[nn.Module]:
     known: dict[Any, type[nn.Module]] = {
         (nn.Linear, Column): ColumnParallelLinear,
         (nn.Linear, Row): RowParallelLinear,

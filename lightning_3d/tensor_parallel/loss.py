@@ -48,11 +48,11 @@ def vocab_parallel_cross_entropy(
     if wanted.device.type == "cpu" and bool((((wanted < 0) | (wanted >= vocab)) & ~ignored).any()):
         raise IndexError(f"A target is out of bounds: the vocabulary has {vocab} entries, ignore_index={ignore_index}.")
     start = sum(sizes[: axis.rank])
-    losses = _CrossEntropy.apply(flat, wanted, ignored, axis, start, vocab, label_smoothing)  # type: ignore[no-untyped-call]
+    losses = _CrossEntropy.apply(flat, wanted, ignored, axis, start, vocab, label_smoothing)
     if logits.dtype in (torch.bfloat16, torch.float16) and not torch.is_autocast_enabled(logits.device.type):
         losses = losses.to(logits.dtype)
     if reduction == "none":
-        return losses.view(target.shape)  # type: ignore[no-any-return]
+        return losses.view(target.shape)
     total: Tensor = losses.sum()
     return total if reduction == "sum" else total / (~ignored).sum().to(total.dtype)
 
@@ -76,11 +76,11 @@ class ShardedLogits(Tensor):
         dim = vocab_dim % local.dim()
         shape = list(local.shape)
         shape[dim] = sum(sizes)
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
         made.local, made.axis, made.sizes, made.vocab_dim = local, axis, tuple(sizes), dim
-        return made  # type: ignore[no-any-return]
+        return made
 
     def whole(self) -> Tensor:
         """The plain logits, gathered from all ranks."""
@@ -107,13 +107,11 @@ class ShardedLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    @override
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = torch.utils._pytree.tree_map_only(ShardedLogits, ShardedLogits.whole, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    @override
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedLogits(shape={tuple(self.shape)}, dtype={self.dtype}, local={tuple(self.local.shape)})"
 
 
@@ -268,7 +266,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.masked_fill_(ignored, 0.0)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         softmax, index, here, ignored = ctx.saved_tensors
         gradient = gradient.masked_fill(ignored, 0.0)

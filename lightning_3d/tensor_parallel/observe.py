@@ -125,7 +125,7 @@ class _Watch:
                 if not x.is_floating_point():
                     return x
                 if id(x) not in marked:
-                    marked[id(x)] = _Mark.apply(x, ("in", name))  # type: ignore[no-untyped-call]
+                    marked[id(x)] = _Mark.apply(x, ("in", name))
                     self._entries.setdefault(name, []).append(marked[id(x)].grad_fn)
                 return marked[id(x)]
 
@@ -136,7 +136,7 @@ class _Watch:
     def _after(self, name: str) -> Callable[..., Any]:
         def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             def mark(x: Tensor) -> Tensor:
-                return _Mark.apply(x, ("out", name))  # type: ignore[no-any-return, no-untyped-call]
+                return _Mark.apply(x, ("out", name))
 
             return pytree.tree_map_only(Tensor, mark, output)
 
@@ -247,7 +247,7 @@ def _sections(readers: list[Any]) -> tuple[int, ...]:
 
 def _spy(obj: Any, note: Callable[[str, int], None]) -> None:
     """Tell ``note`` of every whole-number attribute that is read from ``obj``."""
-    cls = type(obj)
+    cls: Any = type(obj)
 
     def read(self: Any, name: str) -> Any:
         value = cls.__getattribute__(self, name)

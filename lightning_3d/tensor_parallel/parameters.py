@@ -124,8 +124,16 @@ def local_view(parameter: Tensor | None) -> Any:
     if not isinstance(parameter, DTensor):
         return parameter
     if parameter.requires_grad and torch.is_grad_enabled():
-        return _LocalView.apply(parameter)  # type: ignore[no-untyped-call]
+        return _LocalView.apply(parameter)
     return parameter._local_tensor
+
+
+def local_views(weight: Tensor, bias: Tensor | None) -> tuple[Any, Any]:
+    """:func:`local_view` of a weight and its bias, by one step of autograd where both are cut."""
+    both = isinstance(weight, DTensor) and isinstance(bias, DTensor)
+    if both and torch.is_grad_enabled() and weight.requires_grad and bias.requires_grad:  # type: ignore[union-attr]
+        return _LocalViews.apply(weight, bias)
+    return local_view(weight), local_view(bias)
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -145,4 +153,19 @@ class _LocalView(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> DTensor:
-        return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+        return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)
+
+
+class _LocalViews(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: DTensor, bias: DTensor) -> tuple[Tensor, Tensor]:
+        ctx.specs = weight._spec, bias._spec
+        ctx.set_materialize_grads(False)
+        return weight._local_tensor.view_as(weight._local_tensor), bias._local_tensor.view_as(bias._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
+        return tuple(
+            None if gradient is None else DTensor(gradient.contiguous(), spec, requires_grad=False)
+            for gradient, spec in zip(gradients, ctx.specs, strict=True)
+        )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError, PlanError
@@ -111,7 +111,12 @@ def plan(module: nn.Module, blocks: Sequence[Sequence[str]], config: ParallelCon
         sequence_parallel=config.sequence_parallel,
         loss_parallel=config.loss_parallel,
     )
-    names = [name for chain in blocks for name in chain]
+    names = [name for chain in blocks for name in chain] or _bodies(module)
+    if config.sequence_parallel and not blocks:
+        raise ConfigError(
+            "sequence_parallel=True scatters the sequence over a chain of blocks, and no repeated layers were found."
+            " Name them with pipeline_blocks, or use sequence_parallel=False."
+        )
     kinds = _kinds(module, names, rules)
     # Batch and sequence both divide by the ranks and differ, so that a mix-up of the two shows.
     batch, length = tp_size, tp_size * max(2, -(-8 // tp_size))
@@ -122,6 +127,11 @@ def plan(module: nn.Module, blocks: Sequence[Sequence[str]], config: ParallelCon
         )
     _plan_outside(module, names, rules, derive, calls, made)
     return made
+
+
+def _bodies(module: nn.Module) -> list[str]:
+    """Parts of a model without repeated layers that can be treated like a block: they hold several linear layers."""
+    return [name for name, part in module.named_children() if sum(is_linear(inner) for inner in part.modules()) > 1]
 
 
 def _kinds(module: nn.Module, names: Sequence[str], rules: dict[str, Rule]) -> list[tuple[str, ...]]:
@@ -264,7 +274,7 @@ def _plan_outside(
         for name, part in module.named_modules(remove_duplicate=False)
         if not name.startswith(prefixes) and name not in blocks
     }
-    tables = {name: part for name, part in outside.items() if isinstance(part, nn.Embedding)}
+    tables: dict[str, nn.Module] = {name: part for name, part in outside.items() if isinstance(part, nn.Embedding)}
     linears = {name: part for name, part in outside.items() if is_linear(part)}
     heads = _heads(tables, linears)
     vocabularies = {features(part)[1] for part in heads.values()}
@@ -298,7 +308,7 @@ def _plan_outside(
 def _heads(tables: dict[str, nn.Module], linears: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Linear layers that give one output for every row of an embedding."""
     named = {name: part for name, part in tables.items() if not _POSITION_TABLE.search(name)}
-    rows = {part.weight.shape[0] for part in named.values()}
+    rows = {_rows(part) for part in named.values()}
     tied = {id(part.weight) for part in tables.values()}
     return {
         name: part
@@ -310,8 +320,14 @@ def _heads(tables: dict[str, nn.Module], linears: dict[str, nn.Module]) -> dict[
 def _is_vocabulary(name: str, part: nn.Module, tables: dict[str, nn.Module], vocabularies: set[int]) -> bool:
     if not is_embedding(part) or _POSITION_TABLE.search(name):
         return False
-    rows = part.weight.shape[0]
-    return rows in vocabularies or (rows >= 1024 and rows == max(table.weight.shape[0] for table in tables.values()))
+    rows = _rows(part)
+    return rows in vocabularies or (rows >= 1024 and rows == max(_rows(table) for table in tables.values()))
+
+
+def _rows(table: nn.Module) -> int:
+    weight = table.weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[0]
 
 
 def _untangle(module: nn.Module, made: Plan) -> None:
