@@ -42,6 +42,7 @@ from lightning_3d.trainer.preflight import bubble_warning, check_module, check_o
 from lightning_3d.trainer.start import share_random_state
 from lightning_3d.trainer.state import StatefulStrategy
 from lightning_3d.trainer.steps import StepRunner
+from lightning_3d.trainer.torch_clipping import TorchClipping
 
 Size = int | Literal["auto"]
 
@@ -161,6 +162,7 @@ class ThreeDStrategy(StatefulStrategy):
         self._timeout = timedelta(seconds=timeout_s)
         self.guard = FailureGuard()
         self._runner: StepRunner | None = None
+        self._clipping: TorchClipping | None = None
 
     # --- who and where ---------------------------------------------------------------------------------------------
 
@@ -300,6 +302,8 @@ class ThreeDStrategy(StatefulStrategy):
                 loop.inference_mode = False
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            self._clipping = TorchClipping(self.topology, self._assembly.sharding.owned)
+            self._clipping.install()
         self.setup_precision_plugin()
         self.barrier()
 
@@ -318,6 +322,8 @@ class ThreeDStrategy(StatefulStrategy):
     @override
     def teardown(self) -> None:
         assert self.cluster_environment is not None and self.accelerator is not None
+        if self._clipping is not None:
+            self._clipping.remove()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
