@@ -34,7 +34,7 @@ from tests.dist.lightning_modules import (
 def assert_same_weights(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert got.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=lambda text: f"{name}: {text}")  # noqa: B023
 
 
 # --- C05 ------------------------------------------------------------------------------------------------------------
@@ -87,7 +87,11 @@ def test_c05_every_sample_of_a_ragged_batch_counts_in_every_loop(mesh: Mesh) -> 
                 assert_same_weights(got["weights"], wanted["weights"])
 
 
-UNEVEN = [(10, 4, {"num_micro_batches": 2}), (9, 4, {"num_micro_batches": 2}), (5, 4, {"micro_batch_size": 1, "num_micro_batches": None})]
+UNEVEN = [
+    (10, 4, {"num_micro_batches": 2}),
+    (9, 4, {"num_micro_batches": 2}),
+    (5, 4, {"micro_batch_size": 1, "num_micro_batches": None}),
+]
 
 
 def train_only(mesh: Mesh | None, cases: list[tuple[int, int, dict[str, Any]]]) -> list[Any]:
@@ -247,7 +251,8 @@ class Padded(Tokens):
         return self.head(self.norm(x))
 
     def loss(self, batch: Tensor) -> Tensor:
-        return F.cross_entropy(self(batch[:, :-1]).transpose(1, 2), batch[:, 1:], ignore_index=0, reduction="none").mean()
+        logits = self(batch[:, :-1]).transpose(1, 2)
+        return F.cross_entropy(logits, batch[:, 1:], ignore_index=0, reduction="none").mean()
 
 
 def of_length(lengths: list[int]) -> list[Tensor]:
@@ -372,7 +377,7 @@ def test_c15_ranks_of_a_replica_see_the_same_samples_and_replicas_share_the_data
         ]
         assert epochs == [list(range(12))] * 2, "every sample once in every epoch"
     first, second = (
-        [sum((seen["train"][step] for _, seen in sorted(replicas.items())), []) for step in range(start, start + 3)]
+        [replicas[0]["train"][step] + replicas[1]["train"][step] for step in range(start, start + 3)]
         for start in (0, 3)
     )
     assert (first != second) == shuffle

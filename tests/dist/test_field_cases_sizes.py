@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch.multiprocessing as mp
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import ConfigError
 from lightning_3d.models import GPT
-from tests.dist.lightning_modules import Tokens, make_trainer, rows
-from tests.harness import RankFailure, run_trainer
+from tests.dist.lightning_modules import Tokens, rows
+from tests.harness import run_trainer
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -109,8 +109,12 @@ def gpt(**options: Any) -> GPT:
         (Tokens, {"pipeline_parallel": 2, "pipeline_split": [1, 2]}, ["[1, 2]", "3 blocks", "model of 4"]),
         (lambda: gpt(width=24, num_heads=6), {"tensor_parallel": 4}, ["attention", "6", "tensor_parallel=4", "[1, 2"]),
         (gpt, {"tensor_parallel": 2, "tp_plan": {"*.mlp.uq": "colwise"}}, ["'*.mlp.uq'", "blocks.*.mlp.up"]),
-        (lambda: Tokens(vocab=9), {"tensor_parallel": 3, "data_parallel": 1}, ["up (16)", "tensor_parallel=3", "blocks.0"]),
-        (lambda: gpt(width=18, num_heads=3), {"tensor_parallel": 4, "tp_plan": {"head": "rowwise"}}, ["head", "18", "4 ranks"]),
+        (lambda: Tokens(vocab=9), {"tensor_parallel": 3}, ["up (16)", "tensor_parallel=3", "blocks.0"]),
+        (
+            lambda: gpt(width=18, num_heads=3),
+            {"tensor_parallel": 4, "tp_plan": {"head": "rowwise"}},
+            ["head", "18", "4 ranks"],
+        ),
         (ByHand, {"pipeline_parallel": 2}, ["automatic_optimization=False", "pipeline_parallel=1"]),
     ],
 )
