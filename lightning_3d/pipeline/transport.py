@@ -34,8 +34,9 @@ class Fact:
 class Pending:
     """A message under way; holds its tensors until it is done."""
 
-    def __init__(self, works: list[Any], tensors: list[Tensor]) -> None:
+    def __init__(self, works: list[Any], tensors: list[Tensor], device: torch.device) -> None:
         self._works = works
+        self._device = device
         self.tensors = tensors
 
     def wait(self) -> list[Tensor]:
@@ -43,7 +44,7 @@ class Pending:
         for work in self._works:
             work.wait()
         self._works = []
-        return self.tensors
+        return [tensor if tensor.device == self._device else tensor.to(self._device) for tensor in self.tensors]
 
 
 class Transport:
@@ -51,38 +52,43 @@ class Transport:
 
     NCCL matches messages of a pair of ranks by their order alone and runs both directions of a group on one stream.
     So each direction of travel and each kind of message gets a group of its own: within one of them the order of
-    sends equals the order of receives, which the schedules guarantee. gloo has tags and needs one group.
+    sends equals the order of receives, which the schedules guarantee. gloo has tags and needs one group; it sends from
+    host memory only, so with it (several ranks on one GPU) the messages of a device pass through the host.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self._pp = mesh.pp
         self._control = mesh.control_pp
         self._device = mesh.device
+        self._memory = mesh.device
         self._groups: list[ProcessGroup | None] = [mesh.pp.group] * 4
         if mesh.pp.size > 1 and mesh.device.type == "cuda":
-            self._groups = _make_groups(mesh)
+            if dist.get_backend(mesh.pp.group) == "gloo":
+                self._memory, self._groups = torch.device("cpu"), [mesh.control_pp.group] * 4
+            else:
+                self._groups = _make_groups(mesh)
 
     def send(self, tensors: Sequence[Tensor], peer: int, kind: int, chunk: int, micro_batch: int) -> Pending:
         """Send ``tensors`` to pipeline rank ``peer`` without waiting."""
         group = self._group(kind, upward=peer > self._pp.rank)
-        payload = [as_bytes(tensor.detach()) for tensor in tensors]
+        payload = [as_bytes(tensor.detach()).to(self._memory) for tensor in tensors]
         works = [
             dist.isend(item, self._pp.ranks[peer], group=group, tag=_tag(kind, chunk, micro_batch, i))
             for i, item in enumerate(payload)
             if item.numel()
         ]
-        return Pending(works, payload)
+        return Pending(works, payload, self._memory)
 
     def receive(self, facts: Sequence[Fact], peer: int, kind: int, chunk: int, micro_batch: int) -> Pending:
         """Post the receive of tensors with these facts from pipeline rank ``peer``."""
         group = self._group(kind, upward=peer < self._pp.rank)
-        tensors = [torch.empty(fact.shape, dtype=fact.dtype, device=self._device) for fact in facts]
+        tensors = [torch.empty(fact.shape, dtype=fact.dtype, device=self._memory) for fact in facts]
         works = [
             dist.irecv(as_bytes(item), self._pp.ranks[peer], group=group, tag=_tag(kind, chunk, micro_batch, i))
             for i, item in enumerate(tensors)
             if item.numel()
         ]
-        return Pending(works, tensors)
+        return Pending(works, tensors, self._device)
 
     def send_object(self, value: object, peer: int) -> None:
         """Send a small host object to pipeline rank ``peer``; waits until it is taken."""
