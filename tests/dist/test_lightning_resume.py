@@ -1,0 +1,143 @@
+"""A run that is stopped and goes on, at the same layout or another, is the run that was never stopped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from tests.dist.lightning_modules import Mesh, Tokens, loader, make_trainer, on_ranks, rows, seeded, whole_weights
+
+BATCH = 12
+STEPS, STOP = 6, 3
+
+
+class Learns(Tokens):
+    """AdamW with two groups, a schedule by steps, one by a metric, and a count of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen += 1
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = self.trainer.global_step
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint["seen"]
+
+    def configure_optimizers(self) -> Any:
+        plain = [p for name, p in self.named_parameters() if "norm" in name]
+        decayed = [p for name, p in self.named_parameters() if "norm" not in name]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0, "lr": 0.02}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        return [optimizer], [
+            {
+                "scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.05, 0.02], total_steps=20),
+                "interval": "step",
+            }
+        ]
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, float, float]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        rate = trainer.optimizers[0].param_groups[1]["lr"]
+        self.seen.append((trainer.global_step, float(trainer.callback_metrics["loss"]), rate))
+
+
+def train(mesh: Mesh | None, steps: int, folder: str | None = None, path: str | None = None) -> Any:
+    """Losses and rates by step, and the weights at the end; a checkpoint when it stops, if there is a folder."""
+    losses = Losses()
+    callbacks: list[Callback] = [losses]
+    if folder is not None:
+        callbacks.append(ModelCheckpoint(folder, "kept", every_n_train_steps=STOP, save_top_k=-1))
+    trainer = make_trainer(
+        mesh, callbacks=callbacks, max_steps=steps, max_epochs=-1, enable_checkpointing=folder is not None
+    )
+    module = seeded(Learns)
+    trainer.fit(module, loader(rows(BATCH * 4), BATCH, mesh, shuffle=True), ckpt_path=path)
+    loaded = getattr(module, "loaded", None)
+    return losses.seen, loaded, {k: v for k, v in whole_weights(trainer).items()}
+
+
+def resume_each(mesh: Mesh, *paths: str) -> Any:
+    return [train(mesh, STEPS, path=path) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def straight() -> Any:
+    """Never stopped."""
+    return train(None, STEPS)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A checkpoint of tp2·pp2 and one of the stock Trainer, both after three steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    on_ranks(train, (2, 1, 2), STOP, str(folder / "many"))
+    train(None, STOP, str(folder / "one"))
+    return str(folder / "many" / "kept.ckpt"), str(folder / "one" / "kept.ckpt")
+
+
+@pytest.fixture(scope="module")
+def resumed(saved: tuple[str, str]) -> Any:
+    """The stock Trainer's own resumption: it begins the epoch anew, with weights rounded to float32."""
+    return train(None, STEPS, path=saved[1])
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 3, 1), (4, 1, 1), (1, 1, 1)], ids=str)
+def test_training_goes_on_at_any_layout(mesh: Mesh, saved: tuple[str, str], straight: Any, resumed: Any) -> None:
+    results = on_ranks(resume_each, mesh, *saved) if mesh != (1, 1, 1) else [resume_each(mesh, *saved)]
+    expected = [("3d", straight[0][STOP:], straight[2], 1e-10), ("stock", resumed[0], resumed[2], 1e-6)]
+    for rank, result in enumerate(results):
+        for (origin, losses, weights, tolerance), (got_losses, loaded, got_weights) in zip(
+            expected, result, strict=True
+        ):
+            assert got_losses == [pytest.approx(item, rel=tolerance) for item in losses], f"rank {rank} from {origin}"
+            assert loaded == STOP
+            if rank == 0:
+                assert got_weights.keys() == weights.keys()
+                for name, value in weights.items():
+                    torch.testing.assert_close(got_weights[name], value, rtol=tolerance, atol=tolerance, msg=name)
+
+
+class Repeated(Learns):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+
+def evaluate_then_train(mesh: Mesh | None) -> Any:
+    """Validate, fit with sanity check, validate, fit again: with the same objects."""
+    module, losses = seeded(Repeated), Losses()
+    data = rows(8)
+    trainer = make_trainer(mesh, callbacks=[losses], num_sanity_val_steps=2, max_epochs=1)
+    first = trainer.validate(module, loader(data, 4, mesh), verbose=False)
+    trainer.fit(module, loader(data, 4, mesh), loader(data, 4, mesh))
+    second = trainer.validate(module, loader(data, 4, mesh), verbose=False)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader(data, 4, mesh), loader(data, 4, mesh))
+    other = make_trainer(mesh, max_epochs=1, callbacks=[losses])
+    other.fit(module, loader(data, 4, mesh), loader(data, 4, mesh))
+    assert module.training
+    return first, second, losses.seen
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 2, 1)], ids=str)
+def test_evaluation_before_training_leaves_training_as_it_is(mesh: Mesh) -> None:
+    first, second, losses = evaluate_then_train(None)
+    for got_first, got_second, got_losses in on_ranks(evaluate_then_train, mesh):
+        assert got_first == [pytest.approx(first[0], rel=1e-6)]
+        assert got_second == [pytest.approx(second[0], rel=1e-6)]
+        assert got_losses == [pytest.approx(item, rel=1e-10) for item in losses]
