@@ -1,4 +1,4 @@
-"""Makes torch's own functions for norms and clipping, where user code calls them, see the gradients of the whole model."""
+"""Makes torch's own functions for norms and clipping, called by user code, see the gradients of the whole model."""
 
 from __future__ import annotations
 
