@@ -63,8 +63,16 @@ class _Link:
 
     positions: list[int]
     """Which of the flattened arguments of the chunk's first block come from earlier chunks."""
+    dtypes: list[torch.dtype]
+    """Their types at the sender: under mixed precision, shards of its parameters are gathered in another type than the
+    parameters have that stand for them elsewhere."""
     needs_grad: list[bool]
     """Which of those have a gradient at the sender."""
+
+    @classmethod
+    def of(cls, positions: list[int], facts: Sequence[Fact]) -> _Link:
+        """The link for values with these facts at the sender."""
+        return cls(positions, [fact.dtype for fact in facts], [fact.requires_grad for fact in facts])
 
 
 @dataclass
@@ -205,7 +213,10 @@ class Engine:
                 " the batch says so."
             )
         if pending is None:
-            facts = [Fact(tuple(p.shape), p.dtype, grad) for p, grad in zip(placeholders, link.needs_grad, strict=True)]
+            facts = [
+                Fact(tuple(placeholder.shape), dtype, grad)
+                for placeholder, dtype, grad in zip(placeholders, link.dtypes, link.needs_grad, strict=True)
+            ]
             self._shapes[chunk, self._keys[piece.index]] = facts
             pending = self._transport.receive(facts, source, ACTIVATIONS, chunk, piece.index)
             self._put_off.get(source, set()).discard((chunk, piece.index))
@@ -218,13 +229,13 @@ class Engine:
         self._transport.send_object(positions, source)
         facts: list[Fact] = self._transport.receive_object(source)
         for placeholder, fact in zip(placeholders, facts, strict=True):
-            if (tuple(placeholder.shape), placeholder.dtype) != (fact.shape, fact.dtype):
+            if tuple(placeholder.shape) != fact.shape:
                 raise StageError(
-                    f"Chunk {chunk} expects a {placeholder.dtype} tensor of shape {tuple(placeholder.shape)} from"
-                    f" {placeholder.origin!r}, but the stage before sends {fact.dtype} of shape {fact.shape}. A module"
+                    f"Chunk {chunk} expects a tensor of shape {tuple(placeholder.shape)} from"
+                    f" {placeholder.origin!r}, but the stage before sends one of shape {fact.shape}. A module"
                     " gives other shapes for real tensors than for meta tensors; use pipeline_parallel=1 or change it."
                 )
-        link = self._links[chunk, self._keys[piece.index][0]] = _Link(positions, [fact.requires_grad for fact in facts])
+        link = self._links[chunk, self._keys[piece.index][0]] = _Link.of(positions, facts)
         return link
 
     def _send_forward(self, action: Action, piece: MicroBatch) -> None:
@@ -234,8 +245,9 @@ class Engine:
         if link is None:
             positions = self._transport.receive_object(action.peer)
             tensors = [self._output(flight.outputs[position], chunk) for position in positions]
-            self._transport.send_object([Fact.of(tensor) for tensor in tensors], action.peer)
-            link = self._links[chunk + 1, structure] = _Link(positions, [tensor.requires_grad for tensor in tensors])
+            facts = [Fact.of(tensor) for tensor in tensors]
+            self._transport.send_object(facts, action.peer)
+            link = self._links[chunk + 1, structure] = _Link.of(positions, facts)
         tensors = [self._output(flight.outputs[position], chunk) for position in link.positions]
         sent = self._transport.send(tensors, action.peer, ACTIVATIONS, chunk + 1, piece.index)
         if self._step.backward is None:
