@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.record import assert_parity
+from tests.parity.record import assert_parity, compare, compare_rounded
 from tests.parity.table import Row, reference, run_parallel
 
 TABLE = """
@@ -62,6 +62,7 @@ padded   pp2.dp2      1f1b      3  2     64-true     ragged clip tied acc2
 padded   pp2.tp2      gpipe     4  -     64-true     lossp
 summed   dp2          -         2  1     64-true     sum ragged
 summed   pp2.dp2      1f1b      3  0     64-true     sum clip acc3
+summed   pp2.dp2      1f1b      3  1     64-true     sum lone
 
 encoder  pp2.tp2      1f1b      4  -     64-true     clip
 encoder  dp2.tp2      -         -  3     64-true
@@ -80,16 +81,29 @@ demo     dp2          -         2  3     64-true
 
 gpt      pp2.dp2      1f1b      3  1     32-true     clip
 gpt      dp2.tp2      -         2  3     32-true     tied sp
+gpt      dp2          -         2  0     bf16-mixed  clip
+gpt      dp2.tp2      -         -  3     bf16-mixed  tied
+gpt      pp2.tp2      1f1b      3  -     bf16-mixed  sp acc3 recompute
+gpt      pp2.dp2      1f1b      3  2     bf16-mixed  lone
+gpt      dp2          -         -  3     16-mixed    clip
+gpt      pp2.tp2      1f1b      3  -     16-mixed    tied lossp
+gpt      pp2.dp2      gpipe     2  1     16-mixed    acc2 ragged
+gpt      dp2          -         2  2     bf16-true
+gpt      pp2.tp2      1f1b      2  -     bf16-true   sp
 """
 ROWS = [Row.parse(line) for line in TABLE.strip().splitlines()[1:] if line]
 
-TOLERANCE = {
-    "64-true": 1e-10,
-    "32-true": 2e-5,
-}
+# In 64 bits rounding is all that may differ. In fewer, what is compared is what rounding does not blow up (see
+# ``compare_rounded``), and the bound is a few roundings of the type.
+EXACT = {"64-true": 1e-10, "32-true": 2e-5}
+ROUNDED = {"bf16-mixed": 2e-2, "16-mixed": 3e-3, "bf16-true": 4e-2}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_a_layout_trains_as_one_process_does(row: Row, record_property: pytest.RecordProperty) -> None:
-    differences = assert_parity(reference(row.reference()), run_parallel(row), TOLERANCE[row.precision])
-    record_property("largest difference", max(difference.value for difference in differences.values()))
+def test_a_layout_trains_as_one_process_does(row: Row) -> None:
+    expected, got = reference(row.reference()), run_parallel(row)
+    if row.precision in EXACT:
+        assert_parity(compare(expected, got), got, EXACT[row.precision])
+    else:
+        assert_parity(compare_rounded(expected, got), got, ROUNDED[row.precision])
+        assert {name: w.dtype for name, w in expected.weights.items()} == {n: w.dtype for n, w in got.weights.items()}
