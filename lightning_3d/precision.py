@@ -279,7 +279,11 @@ class ThreeDPrecision(Precision):
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm of this optimizer's gradients over the whole model."""
-        clip_by_norm(self._of(optimizer), self._mesh_or_fail(), float(clip_val))
+        mesh = self._mesh_or_fail()
+        if mesh.world.size == 1:  # bit for bit what the stock Trainer does
+            super().clip_grad_by_norm(optimizer, clip_val)
+        else:
+            clip_by_norm(self._of(optimizer), mesh, float(clip_val))
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
