@@ -197,6 +197,7 @@ def run(
     strategy: ThreeDStrategy | None = None,
     devices: int = 1,
     precision: str | None = "64-true",
+    callbacks: Sequence[Callback] = (),
     **trainer: Any,
 ) -> Numbers:
     """Train for a few optimizer steps, and give the numbers of this rank."""
@@ -218,7 +219,7 @@ def run(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[recorder],
+        callbacks=[recorder, *callbacks],
         **options,
     )
     fit.fit(module, DataLoader(data, batch_size=batch), DataLoader(data, batch_size=batch))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.amp import GradScaler
 
@@ -20,6 +22,7 @@ STRATEGY: dict[str, dict[str, Any]] = {
     "recompute": {"activation_checkpointing": "full"},
     "recompute2": {"activation_checkpointing": 2},
     "sum": {"loss_reduction": "sum"},
+    "patience": {"timeout_s": 8.0},
     "size2": {"micro_batch_size": 2},
     "size1": {"micro_batch_size": 1},
     "split1-3": {"pipeline_split": [1, 3]},
@@ -87,7 +90,7 @@ class Row:
         for word in self.options:
             options.update(STRATEGY.get(word, {}))
         return ThreeDStrategy(
-            tensor_parallel=self.size("tp"), pipeline_parallel=self.size("pp"), timeout_s=30.0, **options
+            tensor_parallel=self.size("tp"), pipeline_parallel=self.size("pp"), **{"timeout_s": 60.0, **options}
         )
 
     def reference(self) -> Row:
@@ -96,7 +99,7 @@ class Row:
         return Row(self.model, "-", precision=self.precision, options=kept)
 
 
-def run_row(row: Row, is_reference: bool = False) -> Numbers:
+def run_row(row: Row, is_reference: bool = False, callbacks: Sequence[Callback] = ()) -> Numbers:
     """Run a row in this process: this rank's part of it, or the whole of it under the stock Trainer."""
     model = MODELS[row.model]
     num_samples, made, trainer = 3 * GLOBAL_BATCH, {}, {}
@@ -114,6 +117,7 @@ def run_row(row: Row, is_reference: bool = False) -> Numbers:
         strategy=None if is_reference else row.strategy(),
         devices=row.world,
         precision=precision,
+        callbacks=callbacks,
         **trainer,
     )
 
