@@ -34,6 +34,7 @@ from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.trainer.assembly import assemble
 from lightning_3d.trainer.batches import BatchLedger
 from lightning_3d.trainer.failure import FailureGuard
+from lightning_3d.trainer.hook_logs import HookLogs
 from lightning_3d.trainer.launcher import ProcessLauncher, make_launcher
 from lightning_3d.trainer.layout import Layout
 from lightning_3d.trainer.loaders import LoaderGate
@@ -163,6 +164,7 @@ class ThreeDStrategy(StatefulStrategy):
         self.guard = FailureGuard()
         self._runner: StepRunner | None = None
         self._clipping: TorchClipping | None = None
+        self._hook_logs: HookLogs | None = None
 
     # --- who and where ---------------------------------------------------------------------------------------------
 
@@ -295,6 +297,8 @@ class ThreeDStrategy(StatefulStrategy):
         self._runner = StepRunner(
             trainer, module, self._assembly, self.config, self.topology, self._precision, self._ledger
         )
+        self._hook_logs = HookLogs(trainer, module, self.topology, self._ledger)
+        self._hook_logs.install()
         if self.topology.world.size > 1:
             # What is gathered in evaluation is used in training, so evaluation runs under `no_grad`.
             loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
@@ -324,6 +328,8 @@ class ThreeDStrategy(StatefulStrategy):
         assert self.cluster_environment is not None and self.accelerator is not None
         if self._clipping is not None:
             self._clipping.remove()
+        if self._hook_logs is not None:
+            self._hook_logs.remove()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -27,7 +27,7 @@ class Monitored(Tokens):
         self.log("val_loss", loss)
 
     def on_validation_epoch_end(self) -> None:
-        self.log("val_end", torch.stack(self.seen).mean(), sync_dist=True)
+        self.log("val_end", torch.stack(self.seen).mean())
 
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("test_loss", self.loss(batch))

@@ -98,7 +98,8 @@ class LogsEverything(Tokens):
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
         self.facts.append((float(outputs["loss"]), sorted(outputs), len(outputs["rows"]), outputs["note"]))
-        self.log("from_hook", outputs["loss"], on_step=True, on_epoch=True, sync_dist=True)
+        self.log("from_hook", outputs["loss"], on_step=True, on_epoch=True)
+        self.log("synced_hook", outputs["loss"], on_step=True, on_epoch=True, sync_dist=True)
 
     def on_train_epoch_end(self) -> None:
         gathered = self.all_gather(torch.stack(self.losses).sum())
@@ -128,7 +129,7 @@ def log_everything(mesh: Mesh | None) -> Any:
     watch = Watch()
     options = {"limit_train_batches": 3, "val_check_interval": 2, "max_epochs": 2, "log_every_n_steps": 1}
     trainer = make_trainer(mesh, callbacks=[watch], num_sanity_val_steps=1, **options)
-    train, first, second = (loader(rows(num, seed=num), 6, mesh) for num in (18, 13, 3))
+    train, first, second = (loader(rows(num, seed=num), 6, mesh) for num in (13, 13, 3))
     trainer.fit(module, train, [first, second])
     validated = trainer.validate(module, [first, second], verbose=False)
     tested = trainer.test(module, first, verbose=False)
@@ -151,12 +152,11 @@ def test_every_form_of_log_gives_the_values_of_one_process(mesh: Mesh, one_proce
                 assert not differences(mine, theirs), f"{kind} metrics of rank {rank}, {number}: {got[0]}"
         assert got_validated == [pytest.approx(item, rel=1e-6) for item in validated]
         assert got_tested == [pytest.approx(item, rel=1e-6) for item in tested]
-        for got, expected in zip(got_facts, facts, strict=True):
-            if expected[0] == "gathered":
-                assert got == ("gathered", (mesh[1],) if mesh[1] > 1 else ())
-            else:
-                assert mesh[1] > 1 or got[0] == pytest.approx(expected[0])
-                assert got[1:] == (expected[1], expected[2] // mesh[1], "kept")
+        if mesh[1] == 1:
+            assert got_facts == [(pytest.approx(fact[0]), *fact[1:]) if len(fact) > 2 else fact for fact in facts]
+        else:
+            # The loss that a hook is given is that of its replica. One that has run out of batches has fewer facts.
+            assert [fact for fact in got_facts if fact[0] == "gathered"] == [("gathered", (mesh[1],))] * 2
 
 
 class Counting(Logger):
