@@ -75,6 +75,9 @@ class Gan(LightningModule):
             scheduler.step()
         self.log_dict({"g": loss, "d": loss_d}, prog_bar=True, on_epoch=True)
 
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("rate", optimizer.param_groups[0]["lr"], on_epoch=True)
+
     def configure_optimizers(self) -> Any:
         first = torch.optim.Adam(self.generator.parameters(), lr=0.02)
         second = torch.optim.SGD([*self.discriminator.parameters(), *self.verdict.parameters()], lr=0.1)

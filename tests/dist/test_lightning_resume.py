@@ -141,3 +141,39 @@ def test_evaluation_before_training_leaves_training_as_it_is(mesh: Mesh) -> None
         assert got_first == [pytest.approx(first[0], rel=1e-6)]
         assert got_second == [pytest.approx(second[0], rel=1e-6)]
         assert got_losses == [pytest.approx(item, rel=1e-10) for item in losses]
+
+
+class Drops(Learns):
+    """Dropout inside and outside of the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = torch.nn.Dropout(0.3)
+        for block in self.blocks:
+            block.up = torch.nn.Sequential(block.up, torch.nn.Dropout(0.3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.dropout(self.embed(tokens))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def stop_and_go_on(mesh: Mesh, folder: str) -> Any:
+    runs = []
+    for path in (None, f"{folder}/kept.ckpt"):
+        losses = Losses()
+        saver = ModelCheckpoint(folder, "kept", every_n_train_steps=STOP, save_top_k=-1, enable_version_counter=False)
+        callbacks: list[Callback] = [losses] if path else [losses, saver]
+        trainer = make_trainer(
+            mesh, callbacks=callbacks, max_steps=STEPS - 1, max_epochs=-1, enable_checkpointing=not path
+        )
+        trainer.fit(seeded(Drops), loader(rows(BATCH * 4), BATCH, mesh, shuffle=True), ckpt_path=path)
+        runs.append(losses.seen)
+    return runs
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 2, 1)], ids=str)
+def test_dropout_goes_on_with_the_masks_it_would_have_had(mesh: Mesh, tmp_path: Any) -> None:
+    for straight, resumed in on_ranks(stop_and_go_on, mesh, str(tmp_path)):
+        assert resumed == [pytest.approx(item, rel=1e-10) for item in straight[STOP:]]
