@@ -222,8 +222,15 @@ def _describe_block(applied: AppliedPlan, name: str, part: nn.Module, block: Blo
             applied.layers.append(LayerPlan(full, kinds[layer], block.sources.get(layer, "derived")))
         elif layer.rpartition(".")[0] in layout.attentions and layer:
             continue
-        elif is_linear(inner) or isinstance(inner, (nn.Embedding, nn.MultiheadAttention)):
-            applied.layers.append(LayerPlan(full, "replicated", "replicated", block.notes.get(layer, "")))
+        elif _is_large(inner):
+            note = block.notes.get(layer) or ("" if is_linear(inner) else f"{type(inner).__name__} is not cut")
+            note = note or "no other layer reads it, and only it, in a way that can be cut"
+            applied.layers.append(LayerPlan(full, "replicated", "replicated", note))
+
+
+def _is_large(module: nn.Module) -> bool:
+    """Whether ``module`` itself holds matrices, so that it matters that they stay whole."""
+    return any(parameter is not None and parameter.dim() > 1 for parameter in module._parameters.values())
 
 
 def _wrap_chains(module: nn.Module, plan: Plan, mesh: Mesh, twins: Mapping[str, nn.Module]) -> None:

@@ -73,10 +73,17 @@ _READS = (
 )
 
 
-def meta_clone(block: nn.Module) -> nn.Module:
-    """``block`` on the meta device, every floating-point parameter trainable, in evaluation mode."""
+def trial_clone(block: nn.Module, device: str = "meta") -> nn.Module:
+    """``block`` on another device without its values, every floating-point parameter trainable, in evaluation mode."""
 
     def empty(_: str, tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return trial_tensor(tensor, device)
 
     return clone_block(block, empty, empty).eval()
+
+
+def trial_tensor(tensor: Tensor, device: str) -> Tensor:
+    """A tensor like ``tensor`` on ``device``, of zeros (small numbers for floating-point types)."""
+    if device == "meta":
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.full(tensor.shape, 0.01 if tensor.is_floating_point() else 0, dtype=tensor.dtype, device=device)

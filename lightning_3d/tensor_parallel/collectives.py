@@ -18,15 +18,15 @@ from lightning_3d.mesh import Axis
 from lightning_3d.placeholder import Placeholder, resolve
 
 
-def is_shape_only(x: Tensor) -> bool:
-    """Whether ``x`` has no values here."""
-    return x.is_meta or isinstance(x, Placeholder)
+def is_shape_only(x: Tensor, axis: Axis) -> bool:
+    """Whether only the shape of ``x`` is wanted: it has no values here, or the axis has nobody to send to."""
+    return axis.group is None or x.is_meta or isinstance(x, Placeholder)
 
 
 def copy_to_tp(x: Tensor, axis: Axis) -> Tensor:
     """A replicated tensor as the input of column layers: identity forward, all-reduce of the gradient backward."""
     x = _resolved(x)
-    if axis.size == 1 or not (x.requires_grad and torch.is_grad_enabled()) or is_shape_only(x):
+    if axis.size == 1 or not (x.requires_grad and torch.is_grad_enabled()) or is_shape_only(x, axis):
         return x
     return _Copy.apply(x, axis)
 
@@ -37,7 +37,7 @@ def reduce_from_tp(x: Tensor, axis: Axis) -> Tensor:
     ``x`` must be a fresh result that nothing else reads: it is overwritten.
     """
     x = _resolved(x)
-    if axis.size == 1 or is_shape_only(x):
+    if axis.size == 1 or is_shape_only(x, axis):
         return x
     return _Reduce.apply(x, axis)
 
@@ -60,7 +60,7 @@ def split_to_tp(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     if axis.size == 1:
         return x
     length = x.shape[dim] // axis.size
-    if is_shape_only(x):
+    if is_shape_only(x, axis):
         return x.narrow(dim, axis.rank * length, length)
     return _Split.apply(x, axis, dim)
 
@@ -88,7 +88,7 @@ def reduce_scatter_to_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
     x = _resolved(x)
     if axis.size == 1:
         return x
-    if is_shape_only(x):
+    if is_shape_only(x, axis):
         length = x.shape[dim] // axis.size
         return x.narrow(dim, axis.rank * length, length)
     return _ReduceScatter.apply(x, axis, dim)
@@ -98,7 +98,7 @@ def _gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None, reduce
     x = _resolved(x)
     if axis.size == 1:
         return x
-    if is_shape_only(x):
+    if is_shape_only(x, axis):
         if sizes is None:
             return torch.cat([x] * axis.size, dim)
         shape = list(x.shape)

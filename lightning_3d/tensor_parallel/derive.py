@@ -39,6 +39,8 @@ class Skeleton:
     source: str
     parts: dict[str, int] = field(default_factory=dict)
     """Number of packed parts that a plan names, by column layer."""
+    gathered: bool = False
+    """Whether a plan wants all that is between the layers to run whole."""
 
 
 @dataclass
@@ -75,7 +77,11 @@ def find_cuts(
         ConfigError: when heads do not divide.
     """
     cuts = BlockCuts()
+    skeletons = _from_gathering_rules(seen, rules)
+    paired = {use.name for skeleton in skeletons for use in (*skeleton.columns, skeleton.row)}
     for layer, rule in rules.items():
+        if layer in paired:
+            continue
         if rule.style == "colwise_gather":
             cuts.columns[layer] = rule.source
         elif rule.style == "rowwise_split":
@@ -83,7 +89,7 @@ def find_cuts(
             cuts.rows[layer] = rule.source
         elif rule.style == "unknown":
             cuts.notes[layer] = f"the model plan's {rule.pattern.rpartition(' ')[2]!r} is not supported"
-    skeletons = _from_rules(name, seen, rules)
+    skeletons += _from_rules(name, seen, rules)
     if derive:
         taken = set(rules) | {use.name for s in skeletons for use in (*s.columns, s.row)}
         skeletons += _from_structure(block, seen, taken)
@@ -134,6 +140,19 @@ def _from_rules(name: str, seen: Observation, rules: Rules) -> list[Skeleton]:
     return skeletons
 
 
+def _from_gathering_rules(seen: Observation, rules: Rules) -> list[Skeleton]:
+    """Pairs of layers that gather their output and of one that splits what it reads of just them."""
+    gathering = {layer for layer, rule in rules.items() if rule.style == "colwise_gather"}
+    skeletons = []
+    for row, use in seen.layers.items():
+        if row not in rules or rules[row].style != "rowwise_split" or use.reads_hidden or not use.reads:
+            continue
+        if use.reads <= gathering and all(seen.readers[column] == {row} for column in use.reads):
+            columns = [other for other in seen.layers.values() if other.name in use.reads]
+            skeletons.append(Skeleton(columns, use, rules[row].source, gathered=True))
+    return skeletons
+
+
 def _said(rules: Rules, layer: str) -> str:
     rule = rules[layer]
     return f"tp_plan[{rule.pattern!r}]" if rule.source == "user" else f"The model's own plan ({rule.pattern})"
@@ -167,7 +186,7 @@ def _alternatives(
     plain = RegionLayout(tuple(ColumnLayout(use.name, (outs[use.name],)) for use in skeleton.columns), row.name)
     around = region_module(plain)
     heads, kv_heads, head_dim = _head_counts(block, around, width, seen)
-    if heads:
+    if heads and not skeleton.gathered:
         _check_heads(f"{name}.{around}".rstrip("."), heads, kv_heads, tp)
     odd = [f"{layer} ({size})" for layer, size in (*outs.items(), (row.name, width)) if size % tp]
     if odd and not (heads and kv_heads < tp):
@@ -190,20 +209,21 @@ def _alternatives(
         for use in skeleton.columns
     ]
     sizes = _sizes_read(seen, around)
-    divisions = list(_division_choices(sizes, outs, width, tp, heads, kv_heads, bool(shared)))
+    widths = {width, *outs.values(), *(size for choices in sections for parts in choices for size in parts)}
+    divisions = list(_division_choices(sizes, widths, width, tp, heads, kv_heads, bool(shared)))
     entries = list(_entries(seen, skeleton, sequence))
     for chosen, (entry, stand_ins, gathers, modes), divided in itertools.product(
         itertools.product(*sections), entries, divisions
     ):
         uneven = (size % tp for parts, use in zip(chosen, skeleton.columns, strict=True) for size in parts)
-        if not shared and any(uneven):
+        if skeleton.gathered or (not shared and any(uneven)):
             continue
         columns = tuple(
             ColumnLayout(use.name, parts, modes[use.name], kv_heads if use.name in shared else 0)
             for use, parts in zip(skeleton.columns, chosen, strict=True)
         )
         yield RegionLayout(columns, row.name, divided, entry, stand_ins, gathers, inner=inner)
-    if derived and not odd:
+    if (derived or skeleton.gathered) and not odd:
         for entry, stand_ins, gathers, modes in entries:
             if not stand_ins:
                 columns = tuple(replace(c, entry=modes[c.name]) for c in plain.columns)
@@ -277,7 +297,7 @@ def _sizes_read(seen: Observation, around: str) -> dict[tuple[str, str], int]:
 
 def _division_choices(
     sizes: dict[tuple[str, str], int],
-    outs: dict[str, int],
+    widths: set[int],
     width: int,
     tp: int,
     heads: int,
@@ -286,7 +306,6 @@ def _division_choices(
 ) -> Iterator[tuple[Division, ...]]:
     local_kv = max(1, kv_heads // tp)
     by_heads, by_width, other = [], [], []
-    widths = {width, *outs.values()}
     for (module, attribute), value in sizes.items():
         if _PER_HEAD.fullmatch(attribute) or value <= 1:
             continue

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_3d.tensor_parallel.clone import GuessValues, meta_clone
+from lightning_3d.tensor_parallel.clone import GuessValues, trial_clone, trial_tensor
 from lightning_3d.tensor_parallel.layers import is_linear
 from lightning_3d.tensor_parallel.layout import Position
 from lightning_3d.tensor_parallel.probe import BlockCall
@@ -53,17 +53,22 @@ class Observation:
     """By module: ``id`` of tensor arguments, and whether they depend on the hidden states."""
 
 
-def observe(block: nn.Module, call: BlockCall) -> Observation:
-    """Run a meta copy of ``block`` once.
+def observe(block: nn.Module, call: BlockCall, device: str = "meta") -> Observation:
+    """Run a copy of ``block`` once, without its values.
+
+    Args:
+        block: The original; left as it is.
+        call: How it is called.
+        device: ``"meta"``, or ``"cpu"`` for blocks whose shapes depend on values (routers).
 
     Raises:
-        Exception: whatever the block raises when it cannot run on meta tensors.
+        Exception: whatever the block raises when it cannot run like that.
     """
-    twin = meta_clone(block)
+    twin = trial_clone(block, device)
     watch = _Watch(twin)
     leaves, spec = call.leaves()
     hidden = call.hidden
-    leaves = [_as_meta(leaf) for leaf in leaves]
+    leaves = [trial_tensor(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     if hidden >= 0:
         leaves[hidden] = leaves[hidden].detach().requires_grad_()
         watch.hidden = leaves[hidden]
@@ -256,10 +261,6 @@ def _spy(obj: Any, note: Callable[[str, int], None]) -> None:
         return value
 
     obj.__class__ = type(cls.__name__, (cls,), {"__getattribute__": read, "__module__": cls.__module__})
-
-
-def _as_meta(leaf: Any) -> Any:
-    return leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf
 
 
 def ancestors(name: str) -> Iterator[str]:

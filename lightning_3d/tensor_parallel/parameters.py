@@ -147,25 +147,59 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 class _LocalView(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        ctx.spec = parameter._spec
+        ctx.parameters = (parameter,)
         local = parameter._local_tensor
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> DTensor:
-        return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)
+    def backward(ctx: Any, gradient: Tensor) -> DTensor | None:
+        return _hand_over(ctx.parameters[0], gradient, ctx.next_functions[0][0])
 
 
 class _LocalViews(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: DTensor, bias: DTensor) -> tuple[Tensor, Tensor]:
-        ctx.specs = weight._spec, bias._spec
+        ctx.parameters = weight, bias
         ctx.set_materialize_grads(False)
         return weight._local_tensor.view_as(weight._local_tensor), bias._local_tensor.view_as(bias._local_tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
         return tuple(
-            None if gradient is None else DTensor(gradient.contiguous(), spec, requires_grad=False)
-            for gradient, spec in zip(gradients, ctx.specs, strict=True)
+            None if gradient is None else _hand_over(parameter, gradient, node)
+            for parameter, gradient, (node, _) in zip(ctx.parameters, gradients, ctx.next_functions, strict=True)
         )
+
+
+def _hand_over(parameter: DTensor, gradient: Tensor, accumulate: Any) -> DTensor | None:
+    """Give autograd the gradient of a parameter, or put it into ``grad`` where autograd would do no more than that.
+
+    Autograd detaches, and adds up, gradients that are DTensors through their dispatch, which takes as long as a small
+    layer; here the local tensors are added. Where anybody listens, or the gradient is the answer of
+    ``torch.autograd.grad``, autograd gets it.
+    """
+    if not _only_accumulates(parameter, accumulate):
+        return _like(gradient, parameter)
+    if parameter.grad is None:
+        parameter.grad = _like(gradient, parameter)
+    else:
+        parameter.grad._local_tensor.add_(gradient)  # type: ignore[attr-defined]
+    return None
+
+
+def _like(gradient: Tensor, parameter: DTensor) -> DTensor:
+    # Without `__init__`, which does nothing but ask torch.compile to look away: as long as an addition takes.
+    return DTensor.__new__(DTensor, gradient.contiguous(), parameter._spec, requires_grad=False)
+
+
+def _only_accumulates(parameter: DTensor, accumulate: Any) -> bool:
+    if not parameter.is_leaf or torch.is_grad_enabled():  # a graph of the backward is wanted
+        return False
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return False
+    if parameter.grad is not None and type(parameter.grad) is not DTensor:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(accumulate)
+    except RuntimeError:  # `torch.autograd.grad` takes the gradient for itself
+        return False

@@ -22,6 +22,10 @@ from lightning_3d.tensor_parallel.trial import shape_fault
 _POSITION_TABLE = re.compile(r"(^|[._])(wpe|w?pos|position|token_type|segment|type)", re.IGNORECASE)
 
 
+_REAL_UP_TO = 50_000_000
+"""Parameters of a block up to which it is run with values where it cannot run without."""
+
+
 @dataclass
 class BlockPlan:
     """The plan of all blocks of one kind: same classes, same shapes, same rules."""
@@ -29,6 +33,8 @@ class BlockPlan:
     names: tuple[str, ...]
     call: BlockCall | None
     """How such a block is called; ``None`` when no attempt to run the model reached one."""
+    device: str = "meta"
+    """Where copies of it run for trials of shapes."""
     fixed: BlockLayout = field(default_factory=BlockLayout)
     """What has one way of being cut."""
     regions: list[tuple[str, Alternatives]] = field(default_factory=list)
@@ -161,8 +167,8 @@ def _plan_kind(
     name = names[0]
     block = module.get_submodule(name)
     inside = {layer.removeprefix(f"{name}."): rule for layer, rule in rules.items() if layer.startswith(f"{name}.")}
-    call, seen, fault = _observed(block, calls.blocks.get(name), *made_up)
-    made = BlockPlan(names, call)
+    call, seen, device, fault = _observed(block, calls.blocks.get(name) or calls.entered.get(name), *made_up)
+    made = BlockPlan(names, call, device)
     if call is None or seen is None:
         _without_observation(name, block, inside, made, sequence, fault)
         return made
@@ -185,20 +191,31 @@ def _plan_kind(
             f"{name}: {'; '.join(cuts.odd)}, so nothing of this block can be shared by {tp} ranks. Choose a"
             " tensor_parallel size that divides them, or say in tp_plan which other layers to cut."
         )
+    if sequence:
+        layout = made.layout([0] * len(made.regions))
+        fault = shape_fault(block, call, layout, tp, made.sequence_dim, made.device)
+        if fault:
+            raise PlanError(
+                f"sequence_parallel cannot be used with {name}: with a piece of the sequence between its attention and"
+                f" MLP the block fails ({fault}). A part of it that is not cut reads more than one token. Use"
+                " sequence_parallel=False."
+            )
     return made
 
 
 def _observed(
     block: nn.Module, call: BlockCall | None, batch: int, length: int
-) -> tuple[BlockCall | None, Observation | None, str]:
-    """A call of the block and what it showed; a made-up call where the model showed none."""
+) -> tuple[BlockCall | None, Observation | None, str, str]:
+    """A call of the block and what it showed where; a made-up call if the model showed none; or what went wrong."""
     fault = ""
+    small = sum(parameter.numel() for parameter in block.parameters()) <= _REAL_UP_TO
     for candidate in [call] if call is not None else _guesses(block, batch, length):
-        try:
-            return candidate, observe(block, candidate), ""
-        except Exception as error:
-            fault = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return None, None, fault or "no linear layer tells the size of its hidden states"
+        for device in ("meta", "cpu") if small else ("meta",):
+            try:
+                return candidate, observe(block, candidate, device), device, ""
+            except Exception as error:
+                fault = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return None, None, "", fault or "no linear layer tells the size of its hidden states"
 
 
 def _guesses(block: nn.Module, batch: int, length: int) -> list[BlockCall]:
@@ -236,7 +253,7 @@ def _fit_shapes(name: str, block: nn.Module, call: BlockCall, cuts: BlockCuts, m
                 else []
             )
             trial = replace(made.fixed, regions=(*others, way))
-            problem = shape_fault(block, call, trial, tp, made.sequence_dim)
+            problem = shape_fault(block, call, trial, tp, made.sequence_dim, made.device)
             if not problem:
                 fitting.append(way)
             fault = fault or problem

@@ -39,6 +39,8 @@ class BlockCall:
 class Calls:
     """What a meta run of the model showed."""
 
+    entered: dict[str, BlockCall] = field(default_factory=dict)
+    """Call of every block that was called with hidden states, even if it then failed on meta tensors."""
     blocks: dict[str, BlockCall] = field(default_factory=dict)
     """Call of every block that was reached."""
     loose: set[int] = field(default_factory=set)
@@ -69,6 +71,8 @@ def probe(root: nn.Module, wanted: Sequence[str], batch: int, length: int) -> Ca
             found = Calls()
             with contextlib.suppress(Exception):
                 _run(root, module, wanted, args, kwargs, found)
+            for name, call in found.entered.items():
+                calls.entered.setdefault(name, call)
             new = {name: call for name, call in found.blocks.items() if name not in calls.blocks}
             if new:
                 calls.blocks.update(new)
@@ -140,6 +144,8 @@ def _run(
             if name in missing:
                 args, kwargs = pytree.tree_map_only(Tensor, torch.Tensor.detach, (args, dict(kwargs)))
                 pending[name] = BlockCall(tuple(map(_without_cache, args)), _without_caches(kwargs))
+                if pending[name].hidden >= 0:
+                    calls.entered.setdefault(name, pending[name])
 
         return hook
 

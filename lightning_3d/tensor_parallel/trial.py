@@ -1,4 +1,4 @@
-"""Runs a block with a layout on the meta device: whether its code can work with one rank's shapes."""
+"""Runs a block with a layout without its values: whether its code can work with one rank's shapes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_3d.mesh import Axis
-from lightning_3d.tensor_parallel.clone import GuessValues, meta_clone
+from lightning_3d.tensor_parallel.clone import GuessValues, trial_clone, trial_tensor
 from lightning_3d.tensor_parallel.convert import convert_block
 from lightning_3d.tensor_parallel.layout import BlockLayout
 from lightning_3d.tensor_parallel.parameters import ParameterCut
@@ -15,7 +15,9 @@ from lightning_3d.tensor_parallel.probe import BlockCall
 from lightning_3d.tensor_parallel.region import Regions
 
 
-def shape_fault(block: nn.Module, call: BlockCall, layout: BlockLayout, tp: int, sequence_dim: int | None) -> str:
+def shape_fault(
+    block: nn.Module, call: BlockCall, layout: BlockLayout, tp: int, sequence_dim: int | None, device: str
+) -> str:
     """Why ``block`` cannot run with ``layout``; empty if it can. Nothing is sent, no values are computed.
 
     Args:
@@ -24,10 +26,11 @@ def shape_fault(block: nn.Module, call: BlockCall, layout: BlockLayout, tp: int,
         layout: What to cut.
         tp: Ranks to cut over.
         sequence_dim: Dim along which hidden states are scattered, if they are.
+        device: As for ``observe``.
     """
     axis = Axis("tp", tp, 0, tuple(range(tp)), None)
-    whole = meta_clone(block)
-    copy = meta_clone(block)
+    whole = trial_clone(block, device)
+    copy = trial_clone(block, device)
     done: set[int] = set()
 
     def cut(_: str, parameter: nn.Parameter, cut: ParameterCut) -> None:
@@ -37,7 +40,7 @@ def shape_fault(block: nn.Module, call: BlockCall, layout: BlockLayout, tp: int,
 
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), GuessValues():
-            expected = _first(_call(whole, call))
+            expected = _first(_call(whole, call, device))
             convert_block(copy, layout, Regions(axis, torch.device("cpu"), sequence_dim or 0), cut, sequence_dim)
             leaves, spec = call.leaves()
             if sequence_dim is not None and call.hidden >= 0:
@@ -47,7 +50,7 @@ def shape_fault(block: nn.Module, call: BlockCall, layout: BlockLayout, tp: int,
                 leaves[call.hidden] = hidden.narrow(sequence_dim, 0, hidden.shape[sequence_dim] // tp)
                 expected = expected.narrow(sequence_dim, 0, expected.shape[sequence_dim] // tp)
             args, kwargs = pytree.tree_unflatten(leaves, spec)
-            found = _first(_call(copy, BlockCall(args, kwargs)))
+            found = _first(_call(copy, BlockCall(args, kwargs), device))
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if found.shape != expected.shape:
@@ -55,8 +58,8 @@ def shape_fault(block: nn.Module, call: BlockCall, layout: BlockLayout, tp: int,
     return ""
 
 
-def _call(block: nn.Module, call: BlockCall) -> object:
-    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta"), (call.args, call.kwargs))
+def _call(block: nn.Module, call: BlockCall, device: str) -> object:
+    args, kwargs = pytree.tree_map_only(Tensor, lambda x: trial_tensor(x, device), (call.args, call.kwargs))
     return block(*args, **kwargs)
 
 

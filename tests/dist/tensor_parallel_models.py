@@ -131,6 +131,52 @@ class NormedMLP(nn.Module):
         return self.fc2(torch.relu(y))
 
 
+class PackedGroupedAttention(nn.Module):
+    """Queries, keys and values of different widths in one matrix."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, width // heads
+        self.q_size, self.kv_size = width, kv_heads * self.head_dim
+        self.wqkv = nn.Linear(width, self.q_size + 2 * self.kv_size)
+        self.wo = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.wqkv(x).split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (q, k, v))
+        k, v = (part.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for part in (k, v))
+        return self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class MixedMLP(nn.Module):
+    """Adds a buffer to the inner activation and multiplies it by a bare parameter, both of its full width."""
+
+    shift: Tensor
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, inner)
+        self.fc2 = nn.Linear(inner, width)
+        self.gain = nn.Parameter(torch.ones(inner))
+        self.register_buffer("shift", torch.linspace(-1, 1, inner))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(torch.tanh(self.fc1(x) * self.gain + self.shift))
+
+
+class Plain(nn.Module):
+    """No repeated layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 24))
+        self.head = nn.Linear(24, 64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.net(self.embed(ids)))
+
+
 class Block(nn.Module):
     """Pre-norm, with a bare parameter on the residual."""
 
@@ -303,6 +349,9 @@ MODELS: dict[str, Any] = {
     "six_heads": lambda: _decoder(lambda w: Block(w, CausalSelfAttention(w, 6), MLP(w, 4 * w)), width=48),
     "three_kv_heads": lambda: _decoder(lambda w: Block(w, GroupedAttention(w, 6, 3), SwiGLU(w, 48)), width=48),
     "odd_inner": lambda: _decoder(lambda w: Block(w, CausalSelfAttention(w, 4), MLP(w, 50))),
+    "packed_grouped": lambda: _decoder(lambda w: Block(w, PackedGroupedAttention(w, 4, 2), SwiGLU(w, 48))),
+    "mixed": lambda: _decoder(lambda w: Block(w, CausalSelfAttention(w, 4), MixedMLP(w, 48))),
+    "plain": Plain,
     "torch": lambda: EncoderDecoder(32, 4, 64),
     "torch_sequence_first": lambda: EncoderDecoder(32, 4, 64, batch_first=False),
     "llama": _llama,
@@ -339,5 +388,7 @@ def build(name: str) -> nn.Module:
 
 def blocks_of(name: str, model: nn.Module) -> list[list[str]]:
     """Names of the blocks, list by list."""
+    if name == "plain":
+        return []
     lists = BLOCKS.get(name) or BLOCKS.get(name.split("_")[0]) or ("blocks",)
     return [[f"{path}.{child}" for child, _ in model.get_submodule(path).named_children()] for path in lists]
