@@ -21,7 +21,7 @@ from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
 from lightning_3d.placeholder import is_placeholder
-from lightning_3d.sharding import OwnedParameter, clip_by_norm, clip_by_value, global_norm, has_nonfinite
+from lightning_3d.sharding import OwnedParameter, clip_by_norm, clip_by_value, has_nonfinite
 from lightning_3d.sharding.loss_scale import LossScaler
 from lightning_3d.sharding.optimizer import is_element_wise, local_step
 
@@ -288,10 +288,6 @@ class ThreeDPrecision(Precision):
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_by_value(self._of(optimizer), float(clip_val))
-
-    def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Norm of the gradients of the whole model, the same on all ranks; collective."""
-        return global_norm(self.owned, self._mesh_or_fail(), norm_type)
 
     def _of(self, optimizer: Steppable) -> list[OwnedParameter]:
         """This rank's parameters that ``optimizer`` steps."""

@@ -31,6 +31,7 @@ from lightning_3d.config import ParallelConfig, Sizes
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import AXES, build_mesh, where
 from lightning_3d.precision import ThreeDPrecision
+from lightning_3d.sharding import global_norm
 from lightning_3d.trainer.assembly import assemble
 from lightning_3d.trainer.batches import BatchLedger
 from lightning_3d.trainer.failure import FailureGuard
@@ -407,9 +408,12 @@ class ThreeDStrategy(StatefulStrategy):
             norm_type: 2, ``inf`` or any other p.
 
         Returns:
-            A tensor of no dimensions. Collective: every rank calls it.
+            A float64 tensor of no dimensions. Collective: every rank calls it.
+
+        Raises:
+            ConfigError: Before the module is laid out, or if ``norm_type`` is not positive.
         """
-        return self._precision.gradient_norm(norm_type)
+        return global_norm(self._assembled.sharding.owned, self.topology, norm_type)
 
     # --- collectives for Lightning: "all ranks" of one process are the replicas --------------------------------------
 

@@ -72,6 +72,25 @@ class Assembly:
         last = {name: max(cut.chunks.chunks_of(name.rpartition(".")[0])) for name in buffers}
         return frozenset(name for name, chunk in last.items() if chunk not in cut.owned)
 
+    def refuse_replaced(self) -> None:
+        """After a backward: refuse a step that has computed with parameters that others now stand for.
+
+        Raises:
+            ConfigError: naming them; their gradients would be lost, and they would never change.
+        """
+        lost = [
+            names[0]
+            for parameter, names in self.original.items()
+            if parameter.grad is not None and self.current_parameter(parameter) is not parameter
+        ]
+        if lost:
+            raise ConfigError(
+                "The step computes with parameters that it kept from before the module was laid out:"
+                f" {', '.join(lost)}. Since then others stand in their place (shards, or those of another stage), so"
+                " what it kept is never trained. Read parameters from their module when they are used"
+                " (self.head.weight), and do not keep them in lists or other objects."
+            )
+
     def current_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """What stands in the module now for a parameter of the user's; a placeholder if only other stages hold it."""
         names = self.original.get(parameter)

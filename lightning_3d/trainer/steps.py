@@ -64,6 +64,7 @@ class StepRunner:
         self._loss_factor: float | Tensor = 1.0
         self._fresh: list[tuple[Tensor, Tensor | None]] | None = None
         self._in_engine = False
+        self._looked_for_replaced = False
         self.times = StepTimes()
         """Where the last training step's time went on this rank."""
         check_steps(module, config, mesh.pp.size)
@@ -125,6 +126,9 @@ class StepRunner:
             sharding.finish(sync)
             for parameter, gradient in earlier:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        if not self._looked_for_replaced:
+            self._looked_for_replaced = True
+            self._assembly.refuse_replaced()
         return self._precision.post_backward(loss, self._module)
 
     def _take_gradients(self) -> list[tuple[Tensor, Tensor]]:
