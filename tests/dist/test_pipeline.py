@@ -53,7 +53,9 @@ class Block(nn.Module):
         self.inner = nn.Linear(WIDTH, WIDTH)
         self.live: list[weakref.ref[Token]] = []
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float, extra: tuple[Tensor, None]) -> dict[str, Any]:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, scale: float, extra: tuple[Tensor, None]
+    ) -> dict[str, Any]:
         y = Track.apply(torch.tanh(self.inner(x)) * scale, self.live)
         if mask is not None:
             y = y * mask[..., None]
@@ -89,7 +91,9 @@ def batches(lengths: Sequence[int], masked: bool = True) -> list[dict[str, Tenso
     out: list[dict[str, Tensor | None]] = []
     for length in lengths:
         ids = torch.randint(VOCAB, (SAMPLES, length), generator=generator)
-        mask = (torch.rand(SAMPLES, length, generator=generator) > 0.3).to(torch.get_default_dtype()) if masked else None
+        mask = (
+            (torch.rand(SAMPLES, length, generator=generator) > 0.3).to(torch.get_default_dtype()) if masked else None
+        )
         out.append({"ids": ids, "mask": mask})
     return out
 
@@ -270,7 +274,10 @@ def refused(rank: int, world: int, kind: Callable[[], nn.Module]) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (ReadsActivation, ["test_pipeline.py:", "x.abs().max() > 100", "another pipeline stage", "pipeline_parallel=1"]),
+        (
+            ReadsActivation,
+            ["test_pipeline.py:", "x.abs().max() > 100", "another pipeline stage", "pipeline_parallel=1"],
+        ),
         (CallsTwice, ["called again", "layers.0", "pipeline_parallel=1"]),
         (SkipsBlocks, ["returned while it ran chunk 0 of 2"]),
         (KeepsSkip, ["'head'", "embed", "arguments of the blocks"]),
