@@ -133,11 +133,11 @@ class Task(LightningModule):
 class EncoderClassifier(nn.Module):
     """``nn.TransformerEncoder`` over learned positions."""
 
-    def __init__(self, dropout: float = 0.0, norm_first: bool = True) -> None:
+    def __init__(self, norm_first: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
         self.position = nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1)
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout, batch_first=True, norm_first=norm_first)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, 0.0, batch_first=True, norm_first=norm_first)
         self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, VOCAB)
 
@@ -208,8 +208,8 @@ class NanoGPT(nn.Module):
         return self.lm_head(self.transformer.ln_f(x))
 
 
-def encoder() -> LightningModule:
-    return Task(EncoderClassifier())
+def encoder(**options: Any) -> LightningModule:
+    return Task(EncoderClassifier(**options))
 
 
 def nano() -> LightningModule:
@@ -252,6 +252,8 @@ def gpt2() -> LightningModule:
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
         use_cache=False,
     )
     return Task(GPT2LMHeadModel(config), _logits)

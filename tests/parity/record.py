@@ -41,6 +41,8 @@ class Numbers:
     validation: dict[str, float] = field(default_factory=dict)
     drift: dict[str, float] = field(default_factory=dict)
     """By name: by how much ranks that hold the same parameter differ in it; no name where they agree to the bit."""
+    cut: dict[str, float] = field(default_factory=dict)
+    """By axis: the share of this rank's parameters that are cut over it, by size."""
 
     def flat(self) -> dict[str, dict[str, Tensor]]:
         """Kind of number -> what it is exactly -> value."""
@@ -154,6 +156,13 @@ class Recorder(Callback):
             self.numbers.optimizer.update({f"{name}.{key}": value for name, value in moments.items()})
         if isinstance(trainer.strategy, ThreeDStrategy):
             self.numbers.drift = _drift(trainer.strategy, pl_module)
+            self.numbers.cut = _cut_shares(pl_module)
+
+
+def _cut_shares(module: LightningModule) -> dict[str, float]:
+    held = [parameter for parameter in module.parameters() if not is_placeholder(parameter)]
+    total = sum(parameter.numel() for parameter in held)
+    return {axis: sum(p.numel() for p in held if axis in sharded_axes(p)) / total for axis in ("dp", "tp")}
 
 
 def _or_zeros(value: Tensor | None, parameter: Tensor) -> Tensor:

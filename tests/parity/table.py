@@ -29,7 +29,12 @@ STRATEGY: dict[str, dict[str, Any]] = {
     "chain": {"pipeline_blocks": ["model.transformer.encoder.layers", "model.transformer.decoder.layers"]},
     "layers": {"pipeline_blocks": "network"},
 }
-MODEL: dict[str, dict[str, Any]] = {"tied": {"tie_weights": True}, "dropout": {"dropout": 0.2}}
+MODEL: dict[str, dict[str, Any]] = {
+    "tied": {"tie_weights": True},
+    "dropout": {"dropout": 0.2},
+    "oddvocab": {"vocab_size": 29},  # no multiple of the tensor-parallel size
+    "postnorm": {"norm_first": False},
+}
 TRAINER: dict[str, dict[str, Any]] = {
     "acc2": {"accumulate_grad_batches": 2},
     "acc3": {"accumulate_grad_batches": 3},

@@ -20,7 +20,7 @@ gpt      tp2          -         3  -     64-true     sp tied recompute acc3
 gpt      tp2          -         -  -     64-true     lossp
 gpt      tp2          -         2  -     64-true     lossp tied sp recompute2
 gpt      tp4          -         -  -     64-true     acc3 clip
-gpt      tp4          -         -  -     64-true     sp lossp tied
+gpt      tp4          -         -  -     64-true     sp lossp tied oddvocab
 
 gpt      pp2          gpipe     4  -     64-true
 gpt      pp2          1f1b      4  -     64-true     tied clip
@@ -31,7 +31,7 @@ gpt      pp2          inter2    4  -     64-true     tied
 gpt      pp2          inter2    2  -     64-true     acc3 clip recompute
 gpt      pp4          1f1b      6  -     64-true     clip
 gpt      pp4          gpipe     2  -     64-true     tied acc3
-gpt      pp4          1f1b      4  -     64-true     recompute
+gpt      pp3          1f1b      4  -     64-true     recompute
 
 gpt      dp2          -         -  0     64-true     clip
 gpt      dp2          -         3  0     64-true     ragged acc3
@@ -40,7 +40,7 @@ gpt      dp2          -         2  1     64-true     lone acc2
 gpt      dp2          -         3  2     64-true     acc3 clip recompute
 gpt      dp2          -         3  3     64-true     acc3 clip tied
 gpt      dp4          -         -  0     64-true     clipvalue
-gpt      dp4          -         -  1     64-true     ragged
+gpt      dp3          -         -  1     64-true     ragged tied
 gpt      dp4          -         2  3     64-true     recompute2
 
 gpt      pp2.tp2      1f1b      4  -     64-true     tied clip
@@ -65,16 +65,17 @@ summed   pp2.dp2      1f1b      3  0     64-true     sum clip acc3
 summed   pp2.dp2      1f1b      3  1     64-true     sum lone
 
 encoder  pp2.tp2      1f1b      4  -     64-true     clip
-encoder  dp2.tp2      -         -  3     64-true
+encoder  dp2.tp2      -         -  3     64-true     postnorm
+encoder  pp2.tp2      1f1b      3  -     64-true     postnorm sp
 nano     pp2.tp2      inter2    4  -     64-true     clip
-nano     dp2.tp2      -         2  2     64-true     acc3
+nano     dp2.tp2      -         2  2     64-true     acc3 sp
 llama    pp2.tp2      1f1b      4  -     64-true     sp
 llama    pp2.dp2.tp2  1f1b      2  1     64-true     clip
-gpt2     pp2.tp2      1f1b      4  -     64-true     clip
+gpt2     pp2.tp2      1f1b      4  -     64-true     clip sp
 gpt2     dp2.tp2      -         -  3     64-true
 mlp      pp2          1f1b      4  -     64-true     layers
 mlp      dp2.tp2      -         2  3     64-true     clip
-boring   dp2          -         -  2     64-true     ragged
+boring   dp2.tp2      -         -  2     64-true     ragged
 demo     pp2          1f1b      4  -     64-true
 demo     pp2.tp2      1f1b      3  -     64-true     chain
 demo     dp2          -         2  3     64-true
@@ -102,6 +103,9 @@ ROUNDED = {"bf16-mixed": 2e-2, "16-mixed": 3e-3, "bf16-true": 4e-2}
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_layout_trains_as_one_process_does(row: Row) -> None:
     expected, got = reference(row.reference()), run_parallel(row)
+    # Equal numbers prove little where nothing was cut; biases after a sum and norms stay whole over tp.
+    assert got.cut["dp"] == (1.0 if row.size("dp") > 1 and row.zero != "0" else 0.0)
+    assert row.size("tp") == 1 or row.model == "boring" or got.cut["tp"] > 0.8
     if row.precision in EXACT:
         assert_parity(compare(expected, got), got, EXACT[row.precision])
     else:
