@@ -34,6 +34,7 @@ from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.sharding import global_norm
 from lightning_3d.trainer.assembly import assemble
 from lightning_3d.trainer.batches import BatchLedger
+from lightning_3d.trainer.callbacks import Finetuning, check_callbacks
 from lightning_3d.trainer.failure import FailureGuard
 from lightning_3d.trainer.hook_logs import HookLogs
 from lightning_3d.trainer.launcher import ProcessLauncher, make_launcher
@@ -166,6 +167,7 @@ class ThreeDStrategy(StatefulStrategy):
         self._runner: StepRunner | None = None
         self._clipping: TorchClipping | None = None
         self._hook_logs: HookLogs | None = None
+        self._finetuning = Finetuning()
 
     # --- who and where ---------------------------------------------------------------------------------------------
 
@@ -282,6 +284,10 @@ class ThreeDStrategy(StatefulStrategy):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if self.topology.world.size > 1:
+            check_callbacks(callbacks)
+            self._finetuning.install(callbacks)
         self._ledger = BatchLedger(self.topology.dp.size)
         self._gate = LoaderGate(trainer, self.topology, self._ledger, self.config)
         self._precision.attach(self.topology, self.config)
@@ -331,6 +337,7 @@ class ThreeDStrategy(StatefulStrategy):
             self._clipping.remove()
         if self._hook_logs is not None:
             self._hook_logs.remove()
+        self._finetuning.remove()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
