@@ -36,23 +36,11 @@ class AppliedPlan:
     """Whole parameters whose gradients are to be summed over the tensor-parallel ranks, once per step."""
     sequence_parallel: bool = False
     """Whether hidden states between the blocks are pieces of the sequence."""
-    checks: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     @property
     def replicated(self) -> list[LayerPlan]:
         """Layers that every rank holds whole."""
         return [layer for layer in self.layers if layer.source == "replicated"]
-
-    def check(self) -> None:
-        """Compare a block of each kind, cut as it is, with the original, on small random values; collective over tp.
-
-        ``apply`` has done so already; this is for trying again later.
-
-        Raises:
-            PlanError: naming the layer whose numbers differ.
-        """
-        for check in self.checks:
-            check()
 
     def __str__(self) -> str:
         """A table of kinds of layers: how each is cut, who said so, and why if it is whole."""
@@ -79,8 +67,9 @@ def apply(
 ) -> AppliedPlan:
     """Cut ``module`` as ``plan`` says.
 
-    Collective over the tensor-parallel axis. Modules and names stay; cut parameters are replaced by DTensors on the
-    ``"tp"`` mesh wherever the model refers to them.
+    Collective over the tensor-parallel axis. Before anything is changed, one block of every kind is compared with its
+    cut copy on random values, outputs and every gradient (see ``check.py``). Modules and names stay; cut parameters
+    are replaced by DTensors on the ``"tp"`` mesh wherever the model refers to them.
 
     Args:
         module: The model that was planned, the same on every rank.

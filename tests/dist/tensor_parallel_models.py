@@ -213,6 +213,20 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
+class LooseHead(Decoder):
+    """Uses the weight of the embedding in a function instead of a layer."""
+
+    def __init__(self, blocks: list[nn.Module], width: int, vocab: int) -> None:
+        super().__init__(blocks, width, vocab)
+        del self.head
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embed.weight)
+
+
 class EncoderDecoder(nn.Module):
     """PyTorch's own layers, with cross attention."""
 
@@ -351,6 +365,7 @@ MODELS: dict[str, Any] = {
     "odd_inner": lambda: _decoder(lambda w: Block(w, CausalSelfAttention(w, 4), MLP(w, 50))),
     "packed_grouped": lambda: _decoder(lambda w: Block(w, PackedGroupedAttention(w, 4, 2), SwiGLU(w, 48))),
     "mixed": lambda: _decoder(lambda w: Block(w, CausalSelfAttention(w, 4), MixedMLP(w, 48))),
+    "loose_head": lambda: LooseHead([Block(32, CausalSelfAttention(32, 4), MLP(32, 64)) for _ in range(2)], 32, 1100),
     "plain": Plain,
     "torch": lambda: EncoderDecoder(32, 4, 64),
     "torch_sequence_first": lambda: EncoderDecoder(32, 4, 64, batch_first=False),

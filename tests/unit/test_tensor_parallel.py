@@ -1,0 +1,87 @@
+"""Plans are pure, cuts are exact, conversions keep classes: what one process can show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.config import ParallelConfig
+from lightning_3d.tensor_parallel import ParameterCut, Plan, plan
+from tests.dist.tensor_parallel_models import MODELS, blocks_of, build
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("dim", "sections"), [(0, (12,)), (0, (4, 4, 4)), (1, (7,)), (0, (8, 2, 2)), (1, (3, 4))])
+def test_pieces_join_to_the_whole(dim: int, sections: tuple[int, ...], size: int) -> None:
+    whole = torch.arange(84.0).view(12, 7)
+    cut = ParameterCut(dim, (12, 7), sections, size)
+    pieces = [cut.take(whole, rank) for rank in range(size)]
+    assert torch.equal(cut.join(pieces), whole)
+    assert sum(cut.local_size(rank) for rank in range(size)) == sum(sections)
+    for rank, piece in enumerate(pieces):
+        assert piece.shape[dim] == cut.local_size(rank)
+        parts = [whole.narrow(dim, start, length) for start, length in cut.intervals(rank)]
+        assert torch.equal(torch.cat(parts, dim), piece)
+
+
+def _plan(name: str, model: nn.Module, **options: object) -> Plan:
+    config = ParallelConfig(tensor_parallel=2, **options)  # type: ignore[arg-type]
+    return plan(model, blocks_of(name, model), config, 2)
+
+
+@pytest.mark.parametrize("name", ["nanogpt", "llama", "torch"])
+def test_planning_leaves_the_model_and_the_random_state_alone(name: str) -> None:
+    model = build(name)
+    calls: list[str] = []
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: calls.append("after"))
+        module.register_forward_pre_hook(lambda *_: calls.append("before"))
+    values = {key: value.clone() for key, value in model.state_dict().items()}
+    attributes = [dict(vars(module)) for module in model.modules()]
+    state = torch.get_rng_state()
+    _plan(name, model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not calls
+    assert all(torch.equal(value, values[key]) for key, value in model.state_dict().items())
+    for before, module in zip(attributes, model.modules(), strict=True):
+        assert before.keys() == vars(module).keys()
+        assert all(before[key] is value for key, value in vars(module).items())
+
+
+def test_planning_needs_no_values() -> None:
+    with torch.device("meta"):
+        model = MODELS["nanogpt"]()
+    assert not _plan("nanogpt", model).is_empty
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_one_rank_has_nothing_to_plan() -> None:
+    model = build("nanogpt")
+    assert plan(model, blocks_of("nanogpt", model), ParallelConfig(), 1).is_empty
+
+
+def test_a_weight_read_outside_its_layer_stays_whole() -> None:
+    made = _plan("loose_head", build("loose_head"))
+    assert not made.outside
+    assert [layer.note for layer in made.whole if layer.name == "embed"] == [
+        "its weight is also read outside the layer itself"
+    ]
+
+
+class _Branching(nn.Module):
+    """Goes on in one of two ways, by a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(8, 16)
+        self.fc2 = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc2(self.fc1(x).relu()) if bool(x.sum() > 0) else x - self.fc2(self.fc1(x).relu())
+
+
+def test_blocks_that_ask_for_values_are_planned() -> None:
+    model = nn.Sequential(_Branching(), _Branching())
+    made = plan(model, [["0", "1"]], ParallelConfig(tensor_parallel=2), 2)
+    assert [ways.layouts[0].row for _, ways in made.blocks[0].regions] == ["fc2"]
