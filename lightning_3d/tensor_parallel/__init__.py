@@ -1,13 +1,13 @@
 """Tensor parallelism: layers cut over the ranks of an axis, with the numbers of the whole ones."""
 
-from lightning_3d.tensor_parallel.apply import AppliedPlan, apply
+from lightning_3d.tensor_parallel.applying import AppliedPlan, apply
 from lightning_3d.tensor_parallel.attention import ParallelMultiheadAttention
 from lightning_3d.tensor_parallel.embedding import VocabParallelEmbedding
 from lightning_3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from lightning_3d.tensor_parallel.layout import LayerPlan
 from lightning_3d.tensor_parallel.loss import ShardedLogits, vocab_parallel_cross_entropy
 from lightning_3d.tensor_parallel.parameters import ParameterCut
-from lightning_3d.tensor_parallel.plan import Plan, plan
+from lightning_3d.tensor_parallel.planning import Plan, plan
 
 __all__ = [
     "AppliedPlan",

@@ -18,7 +18,7 @@ from lightning_3d.tensor_parallel.embedding import VocabSettings, to_vocab_paral
 from lightning_3d.tensor_parallel.layers import is_linear
 from lightning_3d.tensor_parallel.layout import BlockLayout, LayerPlan, Position, RegionLayout
 from lightning_3d.tensor_parallel.parameters import ParameterCut, cut_parameter, replace_parameters
-from lightning_3d.tensor_parallel.plan import BlockPlan, OutsideCut, Plan
+from lightning_3d.tensor_parallel.planning import BlockPlan, OutsideCut, Plan
 from lightning_3d.tensor_parallel.region import Regions
 from lightning_3d.tensor_parallel.sequence import gather_after, scatter_before
 
