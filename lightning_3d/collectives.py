@@ -82,6 +82,9 @@ def all_reduce(tensor: Tensor, axis: Axis, op: Op = "sum", async_op: bool = Fals
         raise ConfigError(f"op='avg' on {tensor.dtype} has no exact answer. Convert to a floating point type first.")
     if axis.group is None:
         return _Pending(tensor) if async_op else tensor
+    if op == "sum" and not async_op and tensor.dtype != torch.bool and tensor.is_contiguous():
+        dist.all_reduce(tensor, group=axis.group)  # most calls, between layers
+        return tensor
     payload = tensor.contiguous()
     if tensor.dtype == torch.bool:
         payload = tensor.to(torch.uint8)
