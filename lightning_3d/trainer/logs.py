@@ -81,6 +81,9 @@ class LogRelay:
         self._pass_through = False
         self._signatures: dict[tuple[LogKey, ...], int] = {}
         self._merged: dict[tuple[int, ...], tuple[LogKey, ...]] = {}
+        self._results: Any = None
+        self._logged: dict[tuple[LogKey, int | None], str] = {}
+        """What was logged to these results before -> where they keep it."""
 
     def begin(self, facts: BatchFacts, num_micro_batches: int) -> None:
         """A batch begins."""
@@ -144,6 +147,8 @@ class LogRelay:
         trainer = self.module.trainer
         connector, results = trainer._logger_connector, trainer._results
         assert results is not None
+        if results is not self._results:
+            self._results, self._logged = results, {}
         fx = logged.keys[0].fx
         if connector.should_reset_tensors(fx):
             results.reset(metrics=False, fx=fx)
@@ -158,6 +163,11 @@ class LogRelay:
                 if value is not None:
                     metric._forward_cache = value
                 value = metric
+            place = self._logged.get((key, results.dataloader_idx))
+            if place is not None and place in results:
+                # With the same arguments as before. Checking that again takes Lightning longer than the update.
+                results.update_metrics(place, value, batch_size)
+                continue
             results.log(
                 key.fx,
                 key.name,
@@ -168,6 +178,11 @@ class LogRelay:
                 batch_size=batch_size,
                 metric_attribute=key.metric,
             )
+            if isinstance(value, Tensor):
+                place = f"{key.fx}.{key.name}"
+                if results.dataloader_idx is not None and dict(key.options).get("add_dataloader_idx", True):
+                    place += f".{results.dataloader_idx}"
+                self._logged[key, results.dataloader_idx] = place
         connector._current_fx = fx
 
     def _agree(self, keys: tuple[LogKey, ...]) -> tuple[LogKey, ...]:
