@@ -23,6 +23,8 @@ from lightning_3d.checkpoint.writer import Piece, refuse_collisions, share_out
 from lightning_3d.collectives import all_gather_object, as_bytes
 from lightning_3d.mesh import Mesh
 
+_SHARED_LOADER = {"batches", "random", "readers"}
+"""Keys of the state of :class:`~lightning_3d.trainer.batches.SharedLoader`."""
 _Description = tuple[str, tuple[int, ...], torch.dtype, list[tuple[tuple[int, ...], tuple[int, ...]]]]
 """Key, full shape, type, and offsets and sizes of the chunks that a rank holds."""
 
@@ -93,6 +95,7 @@ def to_lightning(path: str | os.PathLike[str], weights_only: bool | None = None)
         checkpoint.update(torch_load(folder / HYPER_PARAMETERS, weights_only))
     other = checkpoint.pop(OTHER_OPTIONS, None)
     extra = checkpoint.pop(EXTRA_STATE, {})
+    _forget_shared_loaders(checkpoint)
     checkpoint["state_dict"] = _read_all(stored_state_dict(folder, manifest, index, extra))
     if manifest.optimizers:
         checkpoint["optimizer_states"] = [
@@ -100,6 +103,20 @@ def to_lightning(path: str | os.PathLike[str], weights_only: bool | None = None)
             for number in range(len(manifest.optimizers))
         ]
     return checkpoint
+
+
+def _forget_shared_loaders(checkpoint: Mapping[str, Any]) -> None:
+    """Leave of the loaders' states those that loaders of the user keep themselves, for replica 0.
+
+    The place in a pass of any other loader is kept by a loader of ours, which the stock Trainer does not have.
+    """
+    for loop in checkpoint.get("loops", {}).values():
+        state = loop.get("state_dict", {})
+        if loaders := state.get("combined_loader"):
+            kept = [
+                (loader["readers"] or [None])[0] if loader.keys() >= _SHARED_LOADER else loader for loader in loaders
+            ]
+            state["combined_loader"] = [loader for loader in kept if loader is not None]
 
 
 def _read_all(stored: Mapping[str, Any]) -> dict[str, Any]:

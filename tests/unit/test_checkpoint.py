@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -17,6 +18,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
+from lightning_3d import ThreeDStrategy
 from lightning_3d.checkpoint import (
     ModelState,
     consolidate,
@@ -459,6 +461,7 @@ def test_pieces_are_shared_out_evenly():
 MEMORY = """
 import resource, sys, torch
 from pathlib import Path
+from typing import Any
 from torch import nn
 sys.path.insert(0, {root!r})
 from tests.unit.test_checkpoint import MESH, state_of
@@ -492,3 +495,15 @@ def test_saving_and_loading_need_memory_for_a_few_tensors_only(tmp_path):
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     saving, loading = map(int, result.stdout.split())
     assert saving < 40 and loading < 40, result.stdout
+
+
+def test_the_stock_trainer_resumes_in_mid_epoch_from_a_converted_checkpoint(tmp_path: Path) -> None:
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    quiet |= {"accelerator": "cpu", "devices": 1, "limit_val_batches": 0, "enable_checkpointing": False}
+    trainer = pl.Trainer(strategy=ThreeDStrategy(), max_steps=3, **quiet)
+    trainer.fit(BoringModel())
+    trainer.save_checkpoint(tmp_path / "c")
+    torch.save(to_lightning(tmp_path / "c"), tmp_path / "c.ckpt")
+    stock = pl.Trainer(max_steps=5, **quiet)
+    stock.fit(BoringModel(), ckpt_path=tmp_path / "c.ckpt")
+    assert stock.global_step == 5
