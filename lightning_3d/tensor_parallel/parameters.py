@@ -144,6 +144,12 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
+def _wrapped(gradient: Tensor, spec: Any) -> DTensor:
+    # DTensor's __init__ does nothing but costs more than all the rest; this runs for every parameter in every backward.
+    made: DTensor = DTensor.__new__(DTensor, gradient.contiguous(), spec, requires_grad=False)
+    return made
+
+
 class _LocalView(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
