@@ -173,7 +173,11 @@ class ThreeDStrategy(StatefulStrategy):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Torch's ``DeviceMesh`` with the axes ``"pp"``, ``"dp"`` and ``"tp"``."""
+        """Torch's ``DeviceMesh`` with the axes ``"pp"``, ``"dp"`` and ``"tp"``.
+
+        Raises:
+            ConfigError: Before the ``setup`` hook, where there is no mesh.
+        """
         topology = self.topology
         if topology.device_mesh is not None:
             return topology.device_mesh
@@ -183,7 +187,11 @@ class ThreeDStrategy(StatefulStrategy):
 
     @property
     def layout(self) -> Layout:
-        """Resolved sizes, schedule, chunks, and the blocks of every stage; ``str`` of it is what rank 0 prints."""
+        """Resolved sizes, schedule, chunks, and the blocks of every stage; ``str`` of it is what rank 0 prints.
+
+        Raises:
+            ConfigError: Before the ``on_fit_start`` hook, where the module is not laid out.
+        """
         return self._assembled.layout
 
     @property

@@ -78,7 +78,11 @@ def load(
 
 
 def torch_load(file: Path, weights_only: bool | None) -> Any:
-    """``torch.load`` into host memory, mapped where possible, with errors that say what to do."""
+    """``torch.load`` into host memory, mapped where possible, with errors that say what to do.
+
+    Raises:
+        CheckpointError: The file cannot be read, or holds objects that ``weights_only`` does not allow.
+    """
     try:
         try:
             return torch.load(file, map_location="cpu", weights_only=weights_only is not False, mmap=True)
@@ -128,7 +132,11 @@ def _set_extra_state(key: str, value: Any, state: ModelState) -> None:
 def stored_state_dict(
     folder: Path, manifest: Manifest, index: Mapping[str, StoredTensor], extra_state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The model's stored tensors, and the extra state of its modules, under all keys of its state dict, in order."""
+    """The model's stored tensors, and the extra state of its modules, under all keys of its state dict, in order.
+
+    Raises:
+        CheckpointError: A listed tensor is not there.
+    """
     stored: dict[str, Any] = {}
     for key in manifest.keys:
         if key in extra_state:

@@ -79,7 +79,11 @@ Source = Tensor | StoredTensor
 
 
 def fill(entry: Entry, source: Source) -> None:
-    """Copy this rank's part of ``source``, a full tensor, into the entry's memory."""
+    """Copy this rank's part of ``source``, a full tensor, into the entry's memory.
+
+    Raises:
+        CheckpointError: Their full shapes differ.
+    """
     if tuple(source.shape) != entry.shape:
         raise CheckpointError(
             f"{entry.key!r} has shape {tuple(source.shape)} in the checkpoint and {entry.shape} in the model."

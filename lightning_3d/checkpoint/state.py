@@ -190,6 +190,9 @@ def model_entries(state: ModelState, values: Mapping[str, Any], mesh: Mesh) -> l
         values: What to save, by name: the live tensors, or others of the same local shape (averaged weights, say).
             A name that is absent is not saved; a name that the model does not know is saved as a full tensor.
         mesh: This rank's place.
+
+    Raises:
+        CheckpointError: A value has not the shape of what this rank holds.
     """
     owned = state.owned
     chosen: dict[str, Tensor] = {}
@@ -265,6 +268,9 @@ def numbered_parameters(state: ModelState, index: int) -> dict[int, tuple[str, T
     """Name and parameter behind every number in the state dict that this rank's optimizer ``index`` gives.
 
     Only the parameters that stand in its groups are numbered, which may leave out those of other stages.
+
+    Raises:
+        CheckpointError: It holds tensors that are no parameters of the module.
     """
     names = {id(parameter): state.first_name(name) for name, parameter in state.parameters.items()}
     flat = [parameter for group in state.optimizers[index].param_groups for parameter in group["params"]]

@@ -103,7 +103,11 @@ def _refuse_repeated(entries: Iterable[Entry]) -> None:
 
 
 def refuse_collisions(entries: Sequence[Entry], mesh: Mesh) -> None:
-    """Refuse a key that several pipeline stages hold with different contents; collective."""
+    """Refuse a key that several pipeline stages hold with different contents; collective over pp.
+
+    Raises:
+        CheckpointError: naming such keys.
+    """
     if mesh.pp.size == 1:
         return
     own = {entry.key: (entry.shape, str(entry.tensor.dtype)) for entry in entries}

@@ -106,6 +106,9 @@ class GPT(LightningModule):
         weight_decay: Weight decay of the matrices inside the blocks; norms, biases and embeddings have none.
         warmup_steps: Optimizer steps over which the learning rate grows to its peak.
         min_lr_ratio: Learning rate at the last step, as a share of the peak (cosine in between).
+
+    Raises:
+        ValueError: If ``num_heads`` does not divide ``width``.
     """
 
     def __init__(

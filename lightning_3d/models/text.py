@@ -88,7 +88,11 @@ class ByteText(LightningDataModule):
         self.unigram_entropy = math.nan
 
     def setup(self, stage: str) -> None:
-        """Read the files once; ``unigram_entropy`` is then known."""
+        """Read the files once; ``unigram_entropy`` (nats per byte) is then known.
+
+        Raises:
+            ValueError: The files hold too little text for one sample.
+        """
         if self.training is not None:
             return
         training_files, validation_files = self.split()

@@ -67,6 +67,9 @@ def check_block(
 
     Returns:
         The verdict, or ``None`` when the original itself cannot run on made-up values.
+
+    Raises:
+        PlanError: when the original runs and the cut block does not.
     """
     count = sum(parameter.numel() for parameter in block.parameters())
     inner = {name for region in layout.regions for name in region.inner}

@@ -13,7 +13,15 @@ from lightning_3d.tensor_parallel.layout import Position
 
 
 def scatter_before(block: nn.Module, name: str, axis: Axis, dim: int, hidden: Position) -> None:
-    """Let ``block`` receive this rank's piece of its hidden states."""
+    """Let ``block`` receive this rank's piece of its hidden states.
+
+    Args:
+        block: The first block of a chain.
+        name: Its name, for messages.
+        axis: The tensor-parallel axis.
+        dim: The sequence dim. A call with a length that does not divide by the axis raises ``ConfigError``.
+        hidden: Which argument holds the hidden states.
+    """
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         changed = list(args)

@@ -33,7 +33,11 @@ class StatefulStrategy(ParallelStrategy):
 
     @property
     def topology(self) -> Mesh:
-        """Where this rank stands on the mesh, and the ranks that it meets along every axis."""
+        """Where this rank stands on the mesh, and the ranks that it meets along every axis.
+
+        Raises:
+            ConfigError: Before the ``setup`` hook, where there is no mesh.
+        """
         if self._mesh is None:
             raise ConfigError("The mesh exists once the processes have started: from the `setup` hook on.")
         return self._mesh
@@ -63,9 +67,7 @@ class StatefulStrategy(ParallelStrategy):
         return self._model_state().local_state_dict()
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Write a checkpoint directory that loads at any layout; collective.
 
         Raises:
