@@ -13,7 +13,7 @@ from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.tensor_parallel.derive import BlockCuts, find_cuts
 from lightning_3d.tensor_parallel.embedding import is_embedding
 from lightning_3d.tensor_parallel.layers import features, is_linear
-from lightning_3d.tensor_parallel.layout import Alternatives, BlockLayout, LayerPlan, Position, Rule
+from lightning_3d.tensor_parallel.layout import Alternatives, BlockLayout, LayerPlan, Position, RegionLayout, Rule
 from lightning_3d.tensor_parallel.observe import Observation, observe
 from lightning_3d.tensor_parallel.probe import BlockCall, Calls, probe
 from lightning_3d.tensor_parallel.rules import model_rules, user_rules
@@ -243,22 +243,20 @@ def _without_observation(
 
 def _fit_shapes(name: str, block: nn.Module, call: BlockCall, cuts: BlockCuts, made: BlockPlan, tp: int) -> None:
     """Keep the ways of cutting each region that fit the shapes of the block's code."""
-    for skeleton, ways in cuts.regions:
-        fitting, fault = [], ""
-        for way in ways.layouts:
-            # Other regions stay whole here, which under sequence parallelism they cannot: tried with the first of each.
-            others = (
-                [other.layouts[0] for _, other in cuts.regions if other is not ways]
-                if made.sequence_dim is not None
-                else []
-            )
-            trial = replace(made.fixed, regions=(*others, way))
-            problem = shape_fault(block, call, trial, tp, made.sequence_dim, made.device)
-            if not problem:
-                fitting.append(way)
-            fault = fault or problem
-            if len(fitting) == 8:
-                break
+    first = [ways.layouts[0] for _, ways in cuts.regions]
+    found: dict[int, tuple[list[RegionLayout], str]] = {}
+    missing, before = list(range(len(first))), 0
+    while missing and len(missing) != before:
+        before = len(missing)
+        for index in missing:
+            # Other regions stay whole here, which under sequence parallelism they cannot: tried with the first of each,
+            # and once more when it is known which of theirs fit.
+            others = [] if made.sequence_dim is None else [*first[:index], *first[index + 1 :]]
+            found[index] = _fitting(block, call, cuts.regions[index][1], others, made, tp)
+            first[index] = next(iter(found[index][0]), first[index])
+        missing = [index for index in missing if not found[index][0]] if made.sequence_dim is not None else []
+    for index, (skeleton, _) in enumerate(cuts.regions):
+        fitting, fault = found[index]
         layers = (*(use.name for use in skeleton.columns), skeleton.row.name)
         if fitting:
             made.regions.append((skeleton.source, Alternatives(fitting)))
@@ -272,6 +270,22 @@ def _fit_shapes(name: str, block: nn.Module, call: BlockCall, cuts: BlockCuts, m
                 f" ranks' share of their features the block fails ({fault}). Check packed parts ('colwise:3') and head"
                 " counts, make these layers 'replicate', or use tp_plan='auto'."
             )
+
+
+def _fitting(
+    block: nn.Module, call: BlockCall, ways: Alternatives, others: list[RegionLayout], made: BlockPlan, tp: int
+) -> tuple[list[RegionLayout], str]:
+    """The first ways of cutting a region that fit, and what speaks against the first that does not."""
+    fitting, fault = [], ""
+    for way in ways.layouts:
+        trial = replace(made.fixed, regions=(*others, way))
+        problem = shape_fault(block, call, trial, tp, made.sequence_dim, made.device)
+        if not problem:
+            fitting.append(way)
+        fault = fault or problem
+        if len(fitting) == 8:
+            break
+    return fitting, fault
 
 
 def _sequence_dim(block: nn.Module, call: BlockCall) -> int:
