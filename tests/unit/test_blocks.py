@@ -21,7 +21,8 @@ class Gpt(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.embed = nn.Embedding(vocab, width)
         self.position = nn.Parameter(torch.zeros(16, width))
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)) for _ in range(layers))
+        blocks = (nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)) for _ in range(layers))
+        self.layers = nn.ModuleList(blocks)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -133,7 +134,7 @@ def test_flops_split_gives_the_stage_with_a_large_head_fewer_blocks() -> None:
 def test_more_chunks_than_blocks_and_wrong_lists_are_refused_with_the_numbers() -> None:
     model = Gpt(layers=3)
     lists = find_block_lists(model)
-    with pytest.raises(ConfigError, match="4 chunks .* only 3 blocks"):
+    with pytest.raises(ConfigError, match=r"4 chunks .* only 3 blocks"):
         share_out(model, lists, 4, "flops")
     with pytest.raises(ConfigError, match="7"):
         share_out(model, lists, 2, [3, 4])
