@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,18 +180,16 @@ class ThreeDPrecision(Precision):
         return self.tensor_init_context()
 
     @override
-    @contextmanager
-    def forward_context(self) -> Iterator[None]:
+    def forward_context(self) -> AbstractContextManager[Any]:
         """Within, the user's step computes in the type of this precision."""
         if self.rule.is_mixed:
             # No cache: FSDP2 frees and re-fills parameters, so a cast of one must not outlive its use.
-            with torch.autocast(self._device_type, dtype=self.rule.computed, cache_enabled=False):
-                yield
-        elif self.rule.kept != torch.float32:
-            with _DtypeContextManager(self.rule.kept):
-                yield
-        else:
-            yield
+            return torch.autocast(self._device_type, dtype=self.rule.computed, cache_enabled=False)
+        return nullcontext() if self.rule.kept == torch.float32 else _DtypeContextManager(self.rule.kept)
+
+    @override
+    def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        return self.forward_context()
 
     @property
     def _device_type(self) -> str:

@@ -104,9 +104,11 @@ class Engine:
         self._transport = Transport(mesh)
         self._last_chunk = mesh.pp.size * virtual_stages - 1
         self._parameters = [part._parameters for part in stage.module.modules() if part._parameters]
-        self._links: dict[tuple[int, Any], _Link] = {}
-        self._shapes: dict[tuple[int, Any], list[Fact]] = {}
-        self._settled: set[Any] = set()
+        self._numbers: dict[Any, int] = {}
+        """Structures of batches met so far, without and with shapes, in short."""
+        self._links: dict[tuple[int, int], _Link] = {}
+        self._shapes: dict[tuple[int, int], list[Fact]] = {}
+        self._settled: set[int] = set()
         self._reset()
         self.times = StepTimes()
         self.peak_flights = 0
@@ -159,7 +161,7 @@ class Engine:
     # --- forward ---------------------------------------------------------------------------------------------------
 
     def _post_forward_receive(self, action: Action, piece: MicroBatch) -> None:
-        facts = self._shapes.get((action.chunk, self._keys[piece.index]))
+        facts = self._shapes.get((action.chunk, self._keys[piece.index][1]))
         channel = self._put_off.setdefault(action.peer, set())
         if facts is None or channel or self._keys[piece.index][0] not in self._settled:
             # Posted when it is used; what comes later on the same channel must not overtake it.
@@ -217,7 +219,7 @@ class Engine:
                 Fact(tuple(placeholder.shape), dtype, grad)
                 for placeholder, dtype, grad in zip(placeholders, link.dtypes, link.needs_grad, strict=True)
             ]
-            self._shapes[chunk, self._keys[piece.index]] = facts
+            self._shapes[chunk, self._keys[piece.index][1]] = facts
             pending = self._transport.receive(facts, source, ACTIVATIONS, chunk, piece.index)
             self._put_off.get(source, set()).discard((chunk, piece.index))
         return [_as_input(t, grad) for t, grad in zip(self._wait(pending), link.needs_grad, strict=True)]
@@ -333,8 +335,8 @@ class Engine:
         with torch._C.DisableTorchFunctionSubclass():  # placeholders answer for themselves
             return hash(tuple(p.requires_grad for part in self._parameters for p in part.values() if p is not None))
 
-    def _structure(self, piece: MicroBatch, frozen: int) -> tuple[Any, Any]:
-        """What settles the interface of a cut, and with the shapes what settles the messages."""
+    def _structure(self, piece: MicroBatch, frozen: int) -> tuple[int, int]:
+        """Numbers of what settles the interface of a cut, and of that with the shapes, which settles the messages."""
         leaves, spec = pytree.tree_flatten(piece.data)
         kinds: list[Any] = []
         shapes: list[Any] = []
@@ -346,7 +348,9 @@ class Engine:
                 kinds.append(leaf if leaf is None or isinstance(leaf, bool) else type(leaf).__name__)
         module = self._stage.module
         structure = (self._step.mode, module.training, torch.is_grad_enabled(), frozen, str(spec), tuple(kinds))
-        return structure, (structure, tuple(shapes))
+        number = self._numbers.setdefault(structure, len(self._numbers))
+        shaped = (number, tuple(shapes))
+        return number, self._numbers.setdefault(shaped, len(self._numbers))
 
     def _refuse_end(self, chunk: int, is_last: bool) -> None:
         what = "returned" if is_last else "went on to a further block"

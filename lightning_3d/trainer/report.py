@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -48,8 +48,7 @@ class StepReport:
         elif self.mesh.pp.size > 1:
             self._before = self.mirror.snapshot()
 
-    @contextmanager
-    def counting(self, size: int, virtual_stages: int) -> Iterator[None]:
+    def counting(self, size: int, virtual_stages: int) -> AbstractContextManager[None]:
         """Around the user's step on one micro-batch: what it does to the module must count once, where it is real.
 
         Args:
@@ -57,9 +56,10 @@ class StepReport:
             virtual_stages: Chunks of this rank. With several, a step also runs on the last stage up to an earlier cut.
         """
         runs_twice = virtual_stages > 1 and self.mesh.pp.is_last
-        if not runs_twice and (size or self._filler):
-            yield
-            return
+        return nullcontext() if not runs_twice and (size or self._filler) else self._undone_unless_counted(size)
+
+    @contextmanager
+    def _undone_unless_counted(self, size: int) -> Iterator[None]:
         before = self.mirror.snapshot(copy=True)
         try:
             yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
@@ -249,11 +248,12 @@ class StepRunner:
         number = mix_seed(mode, self._batches_seen)
 
         def call(piece: MicroBatch) -> Any:
-            with ExitStack() as stack:
-                stack.enter_context(self._context(mode))
-                stack.enter_context(self._assembly.streams.micro_batch(number, piece.index))
-                stack.enter_context(self._relay.recording(piece.size, weights[piece.index]))
-                stack.enter_context(self._report.counting(piece.size, self._config.virtual_stages))
+            with (
+                self._context(mode),
+                self._assembly.streams.micro_batch(number, piece.index),
+                self._relay.recording(piece.size, weights[piece.index]),
+                self._report.counting(piece.size, self._config.virtual_stages),
+            ):
                 return step_fn(piece.data, *args[1:])
 
         return call
