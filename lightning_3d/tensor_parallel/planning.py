@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError, PlanError
@@ -17,7 +17,7 @@ from lightning_3d.tensor_parallel.layout import Alternatives, BlockLayout, Layer
 from lightning_3d.tensor_parallel.observe import Observation, observe
 from lightning_3d.tensor_parallel.probe import BlockCall, Calls, probe
 from lightning_3d.tensor_parallel.rules import model_rules, user_rules
-from lightning_3d.tensor_parallel.trial import shape_fault
+from lightning_3d.tensor_parallel.trial import output_shape, shape_fault
 
 _POSITION_TABLE = re.compile(r"(^|[._])(wpe|w?pos|position|token_type|segment|type)", re.IGNORECASE)
 
@@ -193,7 +193,8 @@ def _plan_kind(
         )
     if sequence:
         layout = made.layout([0] * len(made.regions))
-        fault = shape_fault(block, call, layout, tp, made.sequence_dim, made.device)
+        whole = output_shape(block, call, made.device)
+        fault = shape_fault(block, call, whole, layout, tp, made.sequence_dim, made.device)
         if fault:
             raise PlanError(
                 f"sequence_parallel cannot be used with {name}: with a piece of the sequence between its attention and"
@@ -243,6 +244,7 @@ def _without_observation(
 
 def _fit_shapes(name: str, block: nn.Module, call: BlockCall, cuts: BlockCuts, made: BlockPlan, tp: int) -> None:
     """Keep the ways of cutting each region that fit the shapes of the block's code."""
+    whole = output_shape(block, call, made.device) if cuts.regions else ""
     first = [ways.layouts[0] for _, ways in cuts.regions]
     found: dict[int, tuple[list[RegionLayout], str]] = {}
     missing, before = list(range(len(first))), 0
@@ -252,7 +254,7 @@ def _fit_shapes(name: str, block: nn.Module, call: BlockCall, cuts: BlockCuts, m
             # Other regions stay whole here, which under sequence parallelism they cannot: tried with the first of each,
             # and once more when it is known which of theirs fit.
             others = [] if made.sequence_dim is None else [*first[:index], *first[index + 1 :]]
-            found[index] = _fitting(block, call, cuts.regions[index][1], others, made, tp)
+            found[index] = _fitting(block, call, whole, cuts.regions[index][1], others, made, tp)
             first[index] = next(iter(found[index][0]), first[index])
         missing = [index for index in missing if not found[index][0]] if made.sequence_dim is not None else []
     for index, (skeleton, _) in enumerate(cuts.regions):
@@ -273,13 +275,19 @@ def _fit_shapes(name: str, block: nn.Module, call: BlockCall, cuts: BlockCuts, m
 
 
 def _fitting(
-    block: nn.Module, call: BlockCall, ways: Alternatives, others: list[RegionLayout], made: BlockPlan, tp: int
+    block: nn.Module,
+    call: BlockCall,
+    whole: Size | str,
+    ways: Alternatives,
+    others: list[RegionLayout],
+    made: BlockPlan,
+    tp: int,
 ) -> tuple[list[RegionLayout], str]:
     """The first ways of cutting a region that fit, and what speaks against the first that does not."""
     fitting, fault = [], ""
     for way in ways.layouts:
         trial = replace(made.fixed, regions=(*others, way))
-        problem = shape_fault(block, call, trial, tp, made.sequence_dim, made.device)
+        problem = shape_fault(block, call, whole, trial, tp, made.sequence_dim, made.device)
         if not problem:
             fitting.append(way)
         fault = fault or problem
