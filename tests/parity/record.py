@@ -25,7 +25,7 @@ from lightning_3d.sharding.reducer import local_of
 
 GLOBAL_BATCH = 12
 STEPS = 3
-_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+_MOMENTS: dict[type[Optimizer], tuple[str, ...]] = {torch.optim.AdamW: ("exp_avg", "exp_avg_sq"), torch.optim.SGD: ()}
 
 
 @dataclass
@@ -150,8 +150,9 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.numbers.weights = _whole(trainer, pl_module, lambda p: p)
-        state = trainer.optimizers[0].state
-        for key in _MOMENTS:
+        optimizer = trainer.optimizers[0]
+        state = optimizer.state
+        for key in _MOMENTS[type(optimizer)]:
             moments = _whole(trainer, pl_module, lambda p, key=key: _or_zeros(state.get(p, {}).get(key), p))
             self.numbers.optimizer.update({f"{name}.{key}": value for name, value in moments.items()})
         if isinstance(trainer.strategy, ThreeDStrategy):
