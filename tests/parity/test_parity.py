@@ -19,7 +19,7 @@ gpt      tp2          -         -  -     64-true     sp
 gpt      tp2          -         3  -     64-true     sp tied recompute acc3
 gpt      tp2          -         -  -     64-true     lossp
 gpt      tp2          -         2  -     64-true     lossp tied sp recompute2
-gpt      tp4          -         -  -     64-true     acc3 clip
+gpt      tp4          -         -  -     64-true     clip
 gpt      tp4          -         -  -     64-true     sp lossp tied oddvocab
 
 gpt      pp2          gpipe     4  -     64-true
@@ -45,9 +45,9 @@ gpt      dp4          -         2  3     64-true     recompute2
 
 gpt      pp2.tp2      1f1b      4  -     64-true     tied clip
 gpt      pp2.tp2      inter2    4  -     64-true     sp recompute ragged
-gpt      pp2.tp2      gpipe     3  -     64-true     lossp acc3
+gpt      pp2.tp2      gpipe     3  -     64-true     lossp acc2
 gpt      dp2.tp2      -         -  1     64-true     tied clip
-gpt      dp2.tp2      -         2  3     64-true     sp acc3 recompute
+gpt      dp2.tp2      -         2  3     64-true     sp acc2 recompute
 gpt      dp2.tp2      -         -  2     64-true     lossp clipvalue lone
 gpt      pp2.dp2      1f1b      3  1     64-true     tied clip acc3
 gpt      pp2.dp2      gpipe     3  2     64-true     ragged clip
@@ -68,7 +68,7 @@ encoder  pp2.tp2      1f1b      4  -     64-true     clip
 encoder  dp2.tp2      -         -  3     64-true     postnorm
 encoder  pp2.tp2      1f1b      3  -     64-true     postnorm sp
 nano     pp2.tp2      inter2    4  -     64-true     clip
-nano     dp2.tp2      -         2  2     64-true     acc3 sp
+nano     dp2.tp2      -         2  2     64-true     sp
 llama    pp2.tp2      1f1b      4  -     64-true     sp
 llama    pp2.dp2.tp2  1f1b      2  1     64-true     clip
 gpt2     pp2.tp2      1f1b      4  -     64-true     clip sp
@@ -84,7 +84,7 @@ gpt      pp2.dp2      1f1b      3  1     32-true     clip
 gpt      dp2.tp2      -         2  3     32-true     tied sp
 gpt      dp2          -         2  0     bf16-mixed  clip
 gpt      dp2.tp2      -         -  3     bf16-mixed  tied
-gpt      pp2.tp2      1f1b      3  -     bf16-mixed  sp acc3 recompute
+gpt      pp2.tp2      1f1b      3  -     bf16-mixed  sp recompute
 gpt      pp2.dp2      1f1b      3  2     bf16-mixed  lone
 gpt      dp2          -         -  3     16-mixed    clip
 gpt      pp2.tp2      1f1b      3  -     16-mixed    tied lossp
