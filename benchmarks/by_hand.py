@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 def cut_tensor_parallel(module: GPT, mesh: DeviceMesh) -> None:
     """``parallelize_module`` on every block, the embedding and the head."""
+    block: Any
     for block in module.blocks:
         _interleave_heads(block.attention.qkv.weight, mesh.size())
         plan = {

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 from benchmarks import by_hand, layers
 from benchmarks.contest import Contender, Fit, Loop, Turns, alternate
-from benchmarks.memory import peak_bytes
+from benchmarks.memory import Peak, measure
 from benchmarks.workload import Shape, trainer_fit
 from lightning_3d import ThreeDStrategy
 
@@ -103,11 +104,36 @@ def race(rank: int, world_size: int, case: Case) -> list[Turns]:
 def memory(rank: int, world_size: int, case: Case, name: str) -> int:
     """On every rank: the peak memory of one contender."""
     _join()
-    if case.hidden:
-        return layers.memory(_LAYER_NAMES[name], case.hidden)
-    if _is_fit(name):
-        return peak_bytes(lambda: _fit_of(case, name, max_steps=2)(None))
-    return peak_bytes(lambda: Loop(_by_hand(case)).run(2))
+    if _is_fit(name) and not case.hidden:
+        return measure(lambda peak: _fit_of(case, name, max_steps=1 + _WATCHED)(_Watch(peak)))
+
+    def run(peak: Peak) -> None:
+        if case.hidden:
+            loop = layers.loop(layers.CONTENDERS[_LAYER_NAMES[name]](case.hidden), case.hidden)
+        else:
+            loop = Loop(_by_hand(case))
+        loop.run(1)
+        peak.watch()
+        loop.run(_WATCHED)
+        peak.done()
+
+    return measure(run)
+
+
+_WATCHED = 2  # steps, after one that sets up what the others find
+
+
+class _Watch(Callback):
+    def __init__(self, peak: Peak) -> None:
+        self._peak = peak
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self._peak.watch()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if args[-1] == _WATCHED:
+            self._peak.done()
 
 
 _LAYER_NAMES = {OURS: "ours", "bare tensors": "bare", "parallelize_module": "dtensor"}

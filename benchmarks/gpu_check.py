@@ -212,7 +212,7 @@ def train(rank: int, world_size: int, model: Model, run: Run, device: str, steps
     samples = torch.randint(model.vocabulary, (2 * model.batch, model.length + 1), generator=generator)
     if model.kind == "llama":
         samples = samples[:, : model.length]
-    data = [samples[i % len(samples)] for i in range(model.batch * (steps + 1))]
+    data: Any = [samples[i % len(samples)] for i in range(model.batch * (steps + 1))]
     strategy: Any = "auto"
     if run.options is not None:
         strategy = ThreeDStrategy(

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from benchmarks.contest import Loop, Turns, alternate
-from benchmarks.memory import peak_bytes
 from lightning_3d import tensor_parallel
 from lightning_3d.config import ParallelConfig, Sizes
 from lightning_3d.mesh import build_mesh
@@ -75,7 +74,7 @@ class _Reduce(torch.autograd.Function):
 class _BareMLP(nn.Module):
     """What a rank computes, in the fewest operations: plain pieces of the weights and two all-reduces."""
 
-    def __init__(self, whole: MLP, rank: int, ranks: int) -> None:
+    def __init__(self, whole: Any, rank: int, ranks: int) -> None:
         super().__init__()
         self.up_weight = nn.Parameter(whole.up.weight.detach().chunk(ranks, 0)[rank].clone())
         self.up_bias = nn.Parameter(whole.up.bias.detach().chunk(ranks, 0)[rank].clone())
@@ -120,9 +119,11 @@ CONTENDERS: dict[str, Callable[[int], nn.Module]] = {"ours": ours, "bare": bare,
 def loop(module: nn.Module, hidden: int) -> Loop:
     """Forward and backward, over and over."""
     x = torch.randn(TOKENS, hidden, generator=torch.Generator().manual_seed(2))
+    parameters = list(module.parameters())  # looking for them takes time where there are more modules, not in layers
 
     def step() -> float:
-        module.zero_grad()
+        for parameter in parameters:
+            parameter.grad = None
         loss = module(x.clone().requires_grad_()).square().mean()
         loss.backward()
         return float(loss.detach())
@@ -133,8 +134,3 @@ def loop(module: nn.Module, hidden: int) -> Loop:
 def race(names: tuple[str, ...], hidden: int, rounds: int, steps: int) -> list[Turns]:
     """On a rank: let the named contenders take turns."""
     return alternate([loop(CONTENDERS[name](hidden), hidden) for name in names], rounds, steps)
-
-
-def memory(name: str, hidden: int) -> int:
-    """On a rank: peak bytes of a contender."""
-    return peak_bytes(lambda: loop(CONTENDERS[name](hidden), hidden).run(2))
