@@ -41,7 +41,13 @@ from lightning_3d.trainer.launcher import ProcessLauncher, make_launcher
 from lightning_3d.trainer.layout import Layout
 from lightning_3d.trainer.loaders import LoaderGate
 from lightning_3d.trainer.predictions import PredictionGate
-from lightning_3d.trainer.preflight import bubble_warning, check_module, check_optimizers, check_plugins
+from lightning_3d.trainer.preflight import (
+    bubble_warning,
+    check_launch,
+    check_module,
+    check_optimizers,
+    check_plugins,
+)
 from lightning_3d.trainer.start import share_random_state
 from lightning_3d.trainer.state import StatefulStrategy
 from lightning_3d.trainer.steps import StepRunner
@@ -161,6 +167,7 @@ class ThreeDStrategy(StatefulStrategy):
         )
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
         self.num_nodes = 1
+        check_launch(process_group_backend, timeout_s, cluster_environment)
         self._process_group_backend = process_group_backend
         self._timeout = timedelta(seconds=timeout_s)
         self.guard = FailureGuard()

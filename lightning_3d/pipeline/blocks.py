@@ -129,8 +129,12 @@ def share_out(
         kind = ConfigError if blocks else StageError
         raise kind(
             f"The pipeline asks for {num_chunks} chunks (pipeline stages x virtual stages), but the model has only"
-            f" {len(blocks)} blocks to share out (lists of repeated layers found: {found}). Use at most"
-            f" {max(1, len(blocks))} chunks, or name the right list with pipeline_blocks."
+            f" {len(blocks)} blocks to share out (lists of repeated layers found: {found}). "
+            + (
+                f"Use at most {len(blocks)} chunks, or name the right list with pipeline_blocks."
+                if blocks
+                else "Use pipeline_parallel=1, or put the layers that repeat into a ModuleList or Sequential."
+            )
         )
     outside = _positions(module, lists, blocks, call_order)
     sizes = _sizes(module, blocks, outside, num_chunks, split)

@@ -79,7 +79,9 @@ def _record(target: nn.Module, prefix: str, args: tuple[Any, ...], kwargs: dict[
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(torch.no_grad())
-            stack.enter_context(stateless._reparametrize_module(target, stand_ins))
+            # Buffers as copies: some modules count their calls in them.
+            buffers = {name: buffer.clone() for name, buffer in target.named_buffers()}
+            stack.enter_context(stateless._reparametrize_module(target, {**stand_ins, **buffers}))
             target(*args, **kwargs)
     except Exception:
         return None

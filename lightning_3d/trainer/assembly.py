@@ -29,7 +29,7 @@ from lightning_3d.random import States, StepStreams
 from lightning_3d.sharding import Sharding, build_sharding, make_ties
 from lightning_3d.trainer.layout import Layout
 from lightning_3d.trainer.metrics import bind_metrics
-from lightning_3d.trainer.start import share_random_state, share_weights
+from lightning_3d.trainer.start import own_memory, share_random_state, share_weights
 
 _ATTRIBUTE = "_lightning_3d_assembly"
 
@@ -111,6 +111,7 @@ def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, pre
     held = Assembly.of(module)
     if held is not None:
         return _again(held, config, mesh)
+    own_memory(module)
     share_random_state(mesh)
     share_weights(module, mesh)
     precision.convert_module(module)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins import TorchCheckpointIO
+import torch
+from lightning.fabric.plugins import ClusterEnvironment, TorchCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS, Optimizer
@@ -53,6 +54,28 @@ def check_steps(module: pl.LightningModule, config: ParallelConfig, stages: int)
         raise ConfigError(
             "training_step(dataloader_iter) fetches its own batches, so they cannot be cut into micro-batches for"
             f" pipeline_parallel={stages}. Take `batch` as argument instead, or use pipeline_parallel=1."
+        )
+
+
+def check_launch(backend: str | None, timeout_s: float, cluster_environment: object) -> None:
+    """Refuse what cannot connect ranks.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if backend not in (None, "gloo", "nccl"):
+        raise ConfigError(f"process_group_backend={backend!r} is not known. Choose from None, 'gloo', 'nccl'.")
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise ConfigError(
+            "process_group_backend='nccl' needs NVIDIA GPUs, and this machine shows none. Leave it out: CPU ranks use"
+            " gloo."
+        )
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
+        raise ConfigError(f"timeout_s={timeout_s!r} must be a positive number of seconds.")
+    if cluster_environment is not None and not isinstance(cluster_environment, ClusterEnvironment):
+        raise ConfigError(
+            f"cluster_environment={cluster_environment!r} must be a ClusterEnvironment, such as"
+            " lightning.pytorch.plugins.environments.SLURMEnvironment(). Leave it out to have it detected."
         )
 
 

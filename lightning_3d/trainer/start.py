@@ -17,6 +17,17 @@ def share_random_state(mesh: Mesh) -> None:
     broadcast_object(HostRandomState.get(), mesh.control_world, 0).set()
 
 
+def own_memory(module: nn.Module) -> None:
+    """Give the parameters and buffers memory of this rank's own, in place.
+
+    Where ranks start as functions, a module that the parent sent arrives in shared memory: every rank's optimizer
+    would step the same values.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.device.type == "cpu" and tensor.is_shared():
+            tensor.data = tensor.data.clone()
+
+
 def share_weights(module: nn.Module, mesh: Mesh) -> bool:
     """Give every rank the parameters and buffers of rank 0, so that replicas start equal whatever the user seeded.
 

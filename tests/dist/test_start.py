@@ -1,0 +1,67 @@
+"""Ranks start alike, each in memory of its own, and looking at a model does not change it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_3d import ConfigError, ThreeDStrategy
+from lightning_3d.pipeline.observe import call_order
+from tests.harness import run_trainer
+
+
+class Small(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(batch).square().sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def shared_after_fit(rank: int, world: int) -> list[str]:
+    module = Small()
+    module.share_memory()  # as a module is that a parent process has sent
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=ThreeDStrategy(tensor_parallel=2),
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(torch.ones(4, 4), batch_size=2))
+    return [name for name, parameter in module.named_parameters() if parameter.is_shared()]
+
+
+def test_ranks_that_a_parent_sent_the_module_to_do_not_step_in_its_memory() -> None:
+    assert run_trainer(2, shared_after_fit) == [[], []]
+
+
+def test_looking_for_the_order_of_calls_leaves_buffers_alone() -> None:
+    model = nn.Sequential(nn.Embedding(9, 3), nn.Flatten(0, 1), nn.BatchNorm1d(3))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert call_order(model) is not None
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"timeout_s": -1}, "timeout_s=-1"),
+        ({"process_group_backend": "mpi"}, "'mpi' is not known"),
+        ({"cluster_environment": "slurm"}, "SLURMEnvironment"),
+    ],
+)
+def test_options_that_cannot_connect_ranks_are_refused_when_given(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ThreeDStrategy(**options)  # type: ignore[arg-type]
