@@ -159,6 +159,12 @@ class ParallelConfig:
                 f" (pipeline_parallel={pp} x virtual_stages={self.virtual_stages}). Give one number of blocks for every"
                 " chunk."
             )
+        if self.global_batch_size is not None and self.global_batch_size % dp:
+            lower = self.global_batch_size // dp * dp
+            raise ConfigError(
+                f"global_batch_size={self.global_batch_size} is not a multiple of data_parallel={dp}, so replicas would"
+                f" read different amounts. Use {lower or dp} or {lower + dp}."
+            )
         return Sizes(pp=pp, dp=dp, tp=tp)
 
     def replace(self, **changes: Any) -> ParallelConfig:

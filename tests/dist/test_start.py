@@ -65,3 +65,8 @@ def test_looking_for_the_order_of_calls_leaves_buffers_alone() -> None:
 def test_options_that_cannot_connect_ranks_are_refused_when_given(options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ThreeDStrategy(**options)  # type: ignore[arg-type]
+
+
+def test_a_global_batch_that_replicas_cannot_share_is_refused_before_processes_start() -> None:
+    with pytest.raises(ConfigError, match=r"global_batch_size=7 is not .* data_parallel=2, .* Use 6 or 8"):
+        Trainer(accelerator="cpu", devices=2, strategy=ThreeDStrategy(global_batch_size=7), logger=False)
