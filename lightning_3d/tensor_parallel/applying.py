@@ -259,7 +259,7 @@ def _convert_outside(module: nn.Module, outside: OutsideCut, regions: Regions, c
         to_vocab_parallel(layer, VocabSettings(regions=regions, start=sum(sizes[: axis.rank]), length=sizes[axis.rank]))
     elif outside.kind == "colwise_gather":
         sharded = plan.loss_parallel and outside.is_head
-        convert_column(layer, outside.name, regions, cut, gather=True, sharded_logits=sharded)
+        convert_column(layer, outside.name, regions, cut, gather=True, sharded_logits=sharded, alone=True)
     else:
         convert_row(layer, outside.name, regions, cut, split=True)
 

@@ -47,7 +47,9 @@ def convert_block(
         _convert_attention(block, name, regions, cut, sequence_dim)
     for name in layout.columns:
         module = block.get_submodule(name)
-        convert_column(module, name, regions, cut, gather=True, entry="copy" if sequence_dim is None else "gather")
+        convert_column(
+            module, name, regions, cut, gather=True, entry="copy" if sequence_dim is None else "gather", alone=True
+        )
     for name in layout.rows:
         convert_row(block.get_submodule(name), name, regions, cut, split=True, scatter_dim=sequence_dim)
     for module in block.modules():
@@ -167,6 +169,7 @@ def _convert_region(
                 region.gathered,
                 entry=column.entry,
                 random=random,
+                alone=len(region.columns) == 1,
             )
     convert_row(
         block.get_submodule(region.row), region.row, regions, cut, split=region.gathered, scatter_dim=sequence_dim

@@ -20,6 +20,7 @@ from lightning_3d.tensor_parallel.collectives import (
     reduce_scatter_to_sequence,
     split_to_tp,
 )
+from lightning_3d.tensor_parallel.linear import column_linear, is_fusible, row_linear
 from lightning_3d.tensor_parallel.loss import ShardedLogits
 from lightning_3d.tensor_parallel.parameters import local_view, local_views
 from lightning_3d.tensor_parallel.region import Entry, Regions
@@ -39,6 +40,8 @@ class ColumnSettings:
     """``(start, length)`` of the output features this rank uses of a weight that every rank holds whole."""
     random: bool = False
     """Whether random numbers are drawn before the row layer."""
+    alone: bool = False
+    """Whether no other column layer reads the same input, so that this one sums its gradient itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +86,17 @@ class Column(nn.Module):
         """Map ``[..., in]`` to this rank's output features."""
         settings = self._column
         regions = settings.regions
-        x = regions.enter(x, settings.entry)
         weight, bias = self.weight, self.bias
+        fused = self._kind is _Straight and settings.share is None and is_fusible(x, weight, bias)
+        sums = fused and settings.alone and settings.entry == "copy"
+        x = regions.whole(x) if sums else regions.enter(x, settings.entry)
         if settings.share is not None:
             weight = weight.narrow(self._kind.out_dim, *settings.share)
             bias = None if bias is None else bias.narrow(0, *settings.share)
-        y: Tensor = self._kind.linear(x, *local_views(weight, bias))
+        if fused:
+            y = column_linear(x, weight, bias, regions.axis if sums else None)
+        else:
+            y = self._kind.linear(x, *local_views(weight, bias))
         if settings.random and self.training:
             regions.open_stream()
         if settings.gather is None:
@@ -116,7 +124,10 @@ class Row(nn.Module):
         regions.leave()
         if settings.split:
             x = split_to_tp(x, regions.axis, -1)
-        y: Tensor = self._kind.linear(x, local_view(self.weight), None)
+        if self._kind is _Straight and settings.scatter_dim is None and is_fusible(x, self.weight):
+            y = row_linear(x, self.weight, regions.axis)
+            return y if self.bias is None else y + self.bias.to(y.dtype)
+        y = self._kind.linear(x, local_view(self.weight), None)
         if settings.scatter_dim is None:
             y = reduce_from_tp(y, regions.axis)
         else:

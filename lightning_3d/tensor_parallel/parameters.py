@@ -159,7 +159,7 @@ class _LocalView(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> DTensor | None:
-        return _hand_over(ctx.parameters[0], gradient, ctx.next_functions[0][0])
+        return hand_over(ctx.parameters[0], gradient, ctx.next_functions[0][0])
 
 
 class _LocalViews(torch.autograd.Function):
@@ -172,12 +172,12 @@ class _LocalViews(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
         return tuple(
-            None if gradient is None else _hand_over(parameter, gradient, node)
+            None if gradient is None else hand_over(parameter, gradient, node)
             for parameter, gradient, (node, _) in zip(ctx.parameters, gradients, ctx.next_functions, strict=True)
         )
 
 
-def _hand_over(parameter: DTensor, gradient: Tensor, accumulate: Any) -> DTensor | None:
+def hand_over(parameter: DTensor, gradient: Tensor, accumulate: Any) -> DTensor | None:
     """Give autograd the gradient of a parameter, or put it into ``grad`` where autograd would do no more than that.
 
     Autograd detaches, and adds up, gradients that are DTensors through their dispatch, which takes as long as a small

@@ -39,8 +39,7 @@ class Regions:
 
     def enter(self, x: Tensor, mode: Entry, dim: int | None = None) -> Tensor:
         """``x`` as column layers read it: the same tensor for all that read the same ``x``."""
-        if self._stand_ins:
-            x = next((whole for stand_in, whole in self._stand_ins if stand_in is x), x)
+        x = self.whole(x)
         if mode == "none" or self.axis.size == 1:
             return x
         if x is self._source and x._version == self._version and mode == self._mode and self._entered is not None:
@@ -53,6 +52,10 @@ class Regions:
             entered = gather_from_sequence(x, self.axis, self.sequence_dim if dim is None else dim, True)
         self._source, self._version, self._mode, self._entered = x, x._version, mode, entered
         return entered
+
+    def whole(self, x: Tensor) -> Tensor:
+        """What ``x`` stands in for, if it does."""
+        return next((whole for stand_in, whole in self._stand_ins if stand_in is x), x) if self._stand_ins else x
 
     def leave(self) -> None:
         """Forget the input of the region, so that nothing outlives its use, and go back to the common stream."""
