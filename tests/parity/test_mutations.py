@@ -9,20 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_3d.mesh import Axis
 from lightning_3d.pipeline import engine
 from lightning_3d.pipeline.micro_batches import loss_weights
 from lightning_3d.random import LocalStream, StepStreams
 from lightning_3d.schedules import Kind, Schedule, build
 from lightning_3d.sharding import gradients, reducer, sharding
 from lightning_3d.sharding.reducer import local_of
-from lightning_3d.tensor_parallel import collectives, convert, embedding, layers, loss, region, sequence
+from lightning_3d.tensor_parallel import collectives, convert, embedding, layers, linear, loss, region, sequence
 from lightning_3d.trainer import steps
 from tests.harness import RankFailure, run_trainer
 from tests.parity.record import Numbers, compare
@@ -42,10 +45,24 @@ def nothing(trainer: Trainer) -> None:
 
 def row_layers_do_not_sum(trainer: Trainer) -> None:
     layers.reduce_from_tp = lambda x, axis: x
+    linear.all_reduce = _without_sums(of_outputs=True)
 
 
 def column_layers_do_not_sum_input_gradients(trainer: Trainer) -> None:
     region.copy_to_tp = lambda x, axis: x
+    linear.all_reduce = _without_sums(of_outputs=False)
+
+
+def _without_sums(of_outputs: bool) -> Callable[..., Any]:
+    """``all_reduce`` that leaves out the sums of row layers' outputs, or those of column layers' input gradients."""
+    whole = linear.all_reduce
+
+    def reduce(tensor: Tensor, axis: Axis, async_op: bool = False) -> Any:
+        if async_op is of_outputs:
+            return whole(tensor, axis, async_op=async_op)
+        return SimpleNamespace(wait=lambda: tensor) if async_op else tensor
+
+    return reduce
 
 
 def embeddings_do_not_sum(trainer: Trainer) -> None:
