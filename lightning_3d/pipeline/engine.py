@@ -111,7 +111,6 @@ class Engine:
         self._settled: set[int] = set()
         self._reset()
         self.times = StepTimes()
-        self.peak_flights = 0
 
     def _reset(self) -> None:
         self._flights: dict[tuple[int, int], _Flight] = {}
@@ -133,7 +132,6 @@ class Engine:
         self._outputs: list[Any] = [None] * len(step.pieces)
         self._done: dict[int, int] = dict.fromkeys(self._stage.cut.owned, 0)
         self.times = StepTimes()
-        self.peak_flights = 0
         start = time.perf_counter()
         if all(key in self._settled for key, _ in self._keys):
             self._execute(self._actions(len(step.pieces)), step.pieces)
@@ -191,7 +189,6 @@ class Engine:
             flight.outputs = result
         if training or not is_last:
             self._flights[chunk, piece.index] = flight
-        self.peak_flights = max(self.peak_flights, len(self._flights))
 
     def _receive_inputs(
         self, chunk: int, piece: MicroBatch, positions: list[int], placeholders: list[Placeholder]

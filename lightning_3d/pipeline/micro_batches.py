@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,22 +27,30 @@ class MicroBatch:
 
 
 def batch_size_of(batch: Any) -> int:
-    """Samples in ``batch``: the length of dim 0 of the first tensor that has one, else of the first list, else 1."""
-    sizes: list[int] = []
-    apply_to_collection(batch, Tensor, lambda tensor: sizes.append(tensor.size(0)) if tensor.dim() else None)
-    if sizes:
-        return sizes[0]
-    lists: list[int] = []
-    _find_lists(batch, lists)
-    return lists[0] if lists else 1
+    """Samples in a batch: the length along dim 0 of its first tensor, else of its first list."""
+    return _tensor_length(batch) or _list_length(batch) or 1
 
 
-def _find_lists(batch: Any, found: list[int]) -> None:
-    if isinstance(batch, list) and batch:
-        found.append(len(batch))
-    elif isinstance(batch, dict | tuple):
-        for item in batch.values() if isinstance(batch, dict) else batch:
-            _find_lists(item, found)
+def _parts(batch: Any) -> list[Any]:
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        return list(batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    return []
+
+
+def _tensor_length(batch: Any) -> int | None:
+    if isinstance(batch, Tensor):
+        return batch.size(0) if batch.dim() else None
+    return next((length for part in _parts(batch) if (length := _tensor_length(part)) is not None), None)
+
+
+def _list_length(batch: Any) -> int | None:
+    if isinstance(batch, list) and not any(_parts(part) for part in batch):
+        return len(batch)
+    return next((length for part in _parts(batch) if (length := _list_length(part)) is not None), None)
 
 
 def piece_sizes(batch_size: int, count: int, piece: int | None = None) -> list[int]:

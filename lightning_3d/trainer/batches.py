@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_3d.collectives import all_gather, all_gather_object, broadcast_object
 from lightning_3d.errors import ThreeDError
 from lightning_3d.mesh import Mesh, where
+from lightning_3d.pipeline.micro_batches import batch_size_of
 from lightning_3d.trainer.host_random import GeneratorStates, HostRandomState
 from lightning_3d.trainer.messages import Channel
 from lightning_3d.trainer.sampler import index_sampler
@@ -75,7 +75,7 @@ class BatchLedger:
         """
         if found := self._find(batch):
             return next((facts for facts in found if not facts.filler), found[0])
-        size = batch_size(batch)
+        size = batch_size_of(batch)
         return BatchFacts(size, size * self._num_replicas)
 
     def _find(self, batch: Any, depth: int = 3) -> list[BatchFacts]:
@@ -88,33 +88,6 @@ class BatchLedger:
             return []
         parts = batch.values() if isinstance(batch, Mapping) else batch
         return [facts for part in parts for facts in self._find(part, depth - 1)]
-
-
-def batch_size(batch: Any) -> int:
-    """Samples in a batch: the length along dim 0 of its first tensor, else of its first list."""
-    return _tensor_length(batch) or _list_length(batch) or 1
-
-
-def _parts(batch: Any) -> list[Any]:
-    if isinstance(batch, Mapping):
-        return list(batch.values())
-    if isinstance(batch, (list, tuple)):
-        return list(batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
-    return []
-
-
-def _tensor_length(batch: Any) -> int | None:
-    if isinstance(batch, Tensor):
-        return batch.size(0) if batch.dim() else None
-    return next((length for part in _parts(batch) if (length := _tensor_length(part)) is not None), None)
-
-
-def _list_length(batch: Any) -> int | None:
-    if isinstance(batch, list) and not any(_parts(part) for part in batch):
-        return len(batch)
-    return next((length for part in _parts(batch) if (length := _list_length(part)) is not None), None)
 
 
 class Resumable(Protocol):
@@ -326,7 +299,7 @@ class _Pass:
     def _agree(self, status: int, content: Any) -> tuple[Any, tuple[int, ...]]:
         """Settle with the readers of the other replicas what this step is."""
         mesh = self.shared.mesh
-        size = batch_size(content[0]) if status == _BATCH else 0
+        size = batch_size_of(content[0]) if status == _BATCH else 0
         rows = _gather_numbers((status, size, int(self._has_last or status == _BATCH)), mesh)
         failed = [replica for replica, row in enumerate(rows) if row[0] == _ERROR]
         if failed:
@@ -342,8 +315,8 @@ class _Pass:
         if status == _BATCH:
             return content, (_BATCH, size, global_size, 0, _NEW)
         if self._has_last:
-            return None, (_BATCH, batch_size(self._last), global_size, 1, _SAME)
-        return (foreign[0], ()), (_BATCH, batch_size(foreign[0]), global_size, 1, _NEW)
+            return None, (_BATCH, batch_size_of(self._last), global_size, 1, _SAME)
+        return (foreign[0], ()), (_BATCH, batch_size_of(foreign[0]), global_size, 1, _NEW)
 
     def _deliver(self, content: Any, random: HostRandomState | None, notes: tuple[int, ...]) -> Any:
         status, size, global_size, extra, which = notes[:5]
