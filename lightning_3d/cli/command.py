@@ -24,6 +24,7 @@ from typing_extensions import override
 
 import lightning_3d.models  # noqa: F401  so that --model GPT and --data ByteText are known by their short names
 from lightning_3d import ThreeDStrategy
+from lightning_3d.cli.convert import convert
 from lightning_3d.cli.did_you_mean import explain
 from lightning_3d.errors import ConfigError, ThreeDError
 
@@ -31,6 +32,21 @@ SUCCESS, FAILURE, BAD_INPUT = 0, 1, 2
 """Exit codes of the command; a failure is what Python makes of any other exception."""
 
 STRATEGY = "lightning_3d.ThreeDStrategy"
+PROG = "lightning-3d"
+
+
+def doctor(args: list[str]) -> int:
+    """Show how a model would be cut, and check it with numbers, in one process."""
+    from lightning_3d.cli.doctor import main
+
+    return main(args)
+
+
+SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {"doctor": doctor}
+"""Commands that train nothing, by name: each takes the arguments after its name and returns an exit code."""
+
+SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {"convert": convert}
+"""Subcommands that train nothing: each is given what follows its name and returns the exit code."""
 
 
 class Parser(LightningArgumentParser):
@@ -40,6 +56,9 @@ class Parser(LightningArgumentParser):
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Return the help text, with a section for :class:`ThreeDStrategy` where a Trainer is configured."""
         text = super().format_help(*args, **kwargs)
+        if self.prog == PROG:
+            text += "\nFurther commands, each with its own --help:\n"
+            text += "".join(f"    {name:<20}{_summary(run)}\n" for name, run in SUBCOMMANDS.items())
         if "trainer" not in (self.groups or {}):
             return text
         options = LightningArgumentParser(add_help=False, usage="", description="")
@@ -94,7 +113,7 @@ class CLI(LightningCLI):
             trainer_defaults={"strategy": {"class_path": STRATEGY}},
             parser_class=Parser,
             parser_kwargs={
-                "prog": "lightning-3d",
+                "prog": PROG,
                 "description": "Train, validate, test or predict with 3D parallelism.",
                 **options,
                 **{name: dict(options) for name in self.subcommands()},
@@ -145,14 +164,21 @@ def main(args: Sequence[str] | None = None) -> int:
     Args:
         args: What follows the name of the command; by default from ``sys.argv``.
     """
+    given = list(sys.argv[1:] if args is None else args)
     try:
-        CLI(None if args is None else list(args))
+        if given and given[0] in SUBCOMMANDS:
+            return SUBCOMMANDS[given[0]](given[1:])
+        CLI(None if args is None else given)
     except (ThreeDError, MisconfigurationException) as error:
         if _debug():
             raise
         sys.stderr.write(f"error: {error}\n")
         return BAD_INPUT
     return SUCCESS
+
+
+def _summary(run: Callable[..., Any]) -> str:
+    return (run.__doc__ or "").strip().splitlines()[0]
 
 
 def _build(class_type: type, *args: Any, **kwargs: Any) -> Any:
