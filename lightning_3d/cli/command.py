@@ -24,7 +24,6 @@ from typing_extensions import override
 
 import lightning_3d.models  # noqa: F401  so that --model GPT and --data ByteText are known by their short names
 from lightning_3d import ThreeDStrategy
-from lightning_3d.cli.convert import convert
 from lightning_3d.cli.did_you_mean import explain
 from lightning_3d.errors import ConfigError, ThreeDError
 
@@ -42,11 +41,15 @@ def doctor(args: list[str]) -> int:
     return main(args)
 
 
-SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {"doctor": doctor}
-"""Commands that train nothing, by name: each takes the arguments after its name and returns an exit code."""
+def convert(args: list[str]) -> int:
+    """Turn a checkpoint into another form."""
+    from lightning_3d.cli.convert import convert as run
 
-SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {"convert": convert}
-"""Subcommands that train nothing: each is given what follows its name and returns the exit code."""
+    return run(args)
+
+
+SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {"convert": convert, "doctor": doctor}
+"""Commands that train nothing, by name: each takes the arguments after its name and returns an exit code."""
 
 
 class Parser(LightningArgumentParser):
