@@ -116,10 +116,12 @@ def _largest(sizes: Mapping[str, float]) -> Difference:
     return Difference(math.inf if math.isnan(size) else size, where)
 
 
-def assert_parity(differences: Mapping[str, Difference], got: Numbers, tolerance: float) -> None:
+def assert_parity(
+    differences: Mapping[str, Difference], got: Numbers, tolerance: float, steps: int = STEPS
+) -> None:
     """Assert that a run agrees with another, and that ranks which hold the same parameter hold the same bits."""
     assert got.drift == {}, f"ranks that hold the same parameters differ in them: {got.drift}"
-    assert len(got.norms) == STEPS and got.weights
+    assert len(got.norms) == steps and got.weights
     wrong = [f"{kind}: {d.value:.1e} ({d.where})" for kind, d in differences.items() if not d.value <= tolerance]
     assert not wrong, f"more than {tolerance:.0e} apart: " + "; ".join(wrong)
 
@@ -208,6 +210,8 @@ def run(
     devices: int = 1,
     precision: str | None = "64-true",
     callbacks: Sequence[Callback] = (),
+    steps: int = STEPS,
+    global_batch: int = GLOBAL_BATCH,
     **trainer: Any,
 ) -> Numbers:
     """Train for a few optimizer steps, and give the numbers of this rank."""
@@ -215,7 +219,7 @@ def run(
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     seed_everything(11, verbose=False)
     module = make_module()
-    batch = GLOBAL_BATCH // replicas
+    batch = global_batch // replicas
     recorder = Recorder()
     options: Mapping[str, Any] = {"num_sanity_val_steps": 0, **trainer}
     fit = Trainer(
@@ -223,7 +227,7 @@ def run(
         devices=devices,
         strategy=strategy or "auto",
         precision=precision,  # type: ignore[arg-type]
-        max_steps=STEPS,
+        max_steps=steps,
         max_epochs=-1,
         logger=False,
         enable_checkpointing=False,
