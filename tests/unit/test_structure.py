@@ -30,7 +30,7 @@ LAYERS = """
     sharding
     tensor_parallel
     random
-    collectives  placeholder
+    collectives  placeholder  example_inputs
     mesh
     config
     schedules  partition
