@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 QUICKSTART_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev quickstart test lint format types bench clean
+.PHONY: help install install-dev quickstart test zoo lint format types bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -42,6 +42,9 @@ quickstart: $(RUN_STAMP)  ## train a small GPT at pp2 dp2 tp2 on 8 CPU processes
 
 test: lint types  ## lint, types and all tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+zoo: $(DEV_STAMP)  ## train every model of the zoo at every layout, and write the table of the README
+	$(BIN)/python -m tests.zoo.table
 
 lint: $(DEV_STAMP)  ## ruff
 	$(BIN)/ruff check .

@@ -132,7 +132,9 @@ class UNet(nn.Module):
         super().__init__()
         self.down = nn.ModuleList([Convolutions(i, o) for i, o in zip((3, *widths), widths, strict=False)])
         self.middle = Convolutions(widths[-1], widths[-1])
-        self.up = nn.ModuleList([Convolutions(2 * w, n) for w, n in zip(widths[::-1], (*widths[-2::-1], 4), strict=True)])
+        self.up = nn.ModuleList(
+            [Convolutions(2 * w, n) for w, n in zip(widths[::-1], (*widths[-2::-1], 4), strict=True)]
+        )
         self.head = nn.Conv2d(4, 2, 1)
 
     def forward(self, x: Tensor, labels: Tensor) -> Output:
@@ -201,7 +203,7 @@ class NanoGPT(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor) -> Output:
         positions = torch.arange(ids.shape[1], device=ids.device)
         x = self.transformer["wte"](ids) + self.transformer["wpe"](positions)
-        for block in self.transformer["h"]:
+        for block in self.transformer["h"].children():
             x = block(x)
         return _loss(self.lm_head(self.transformer["ln_f"](x)), labels)
 
@@ -241,7 +243,13 @@ class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5)
+            nn.Linear(WIDTH, 32),
+            nn.ReLU(),
+            nn.Linear(32, 32),
+            nn.ReLU(),
+            nn.Linear(32, 32),
+            nn.ReLU(),
+            nn.Linear(32, 5),
         )
 
     def forward(self, x: Tensor, labels: Tensor) -> Output:
