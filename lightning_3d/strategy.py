@@ -12,13 +12,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
-from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -26,15 +24,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.collectives import all_reduce
 from lightning_3d.config import ParallelConfig, Sizes
-from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import AXES, build_mesh, where
+from lightning_3d.pipeline.compiling import Compiler
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.sharding import global_norm
 from lightning_3d.trainer.assembly import assemble
 from lightning_3d.trainer.batches import BatchLedger
-from lightning_3d.trainer.callbacks import Finetuning, check_callbacks
+from lightning_3d.trainer.callbacks import ServedCallbacks
+from lightning_3d.trainer.compiled import TakesCompiled
 from lightning_3d.trainer.failure import FailureGuard
 from lightning_3d.trainer.hook_logs import HookLogs
 from lightning_3d.trainer.launcher import ProcessLauncher, make_launcher
@@ -55,16 +53,8 @@ from lightning_3d.trainer.torch_clipping import TorchClipping
 
 Size = int | Literal["auto"]
 
-_REDUCTIONS: dict[str, Literal["sum", "max", "min", "avg"]] = {
-    "mean": "avg",
-    "avg": "avg",
-    "sum": "sum",
-    "max": "max",
-    "min": "min",
-}
 
-
-class ThreeDStrategy(StatefulStrategy):
+class ThreeDStrategy(TakesCompiled, StatefulStrategy):
     """Trains an unmodified LightningModule with tensor, pipeline and sharded data parallelism.
 
     The world is a mesh with the axes pp (outermost), dp and tp (innermost). Losses, gradients, clipping, metrics and
@@ -92,6 +82,8 @@ class ThreeDStrategy(StatefulStrategy):
         loss_parallel: Leave logits cut over the vocabulary and compute the cross entropy on the pieces.
         activation_checkpointing: ``None``, ``"full"`` (compute every block again in the backward), or k for every
             k-th block.
+        compile: Compile the blocks, one by one, with ``torch.compile``; a string such as ``"aot_eager"`` names its
+            backend, which is ``"inductor"`` for ``True``.
         reduce_dtype: Type in which gradients are summed over replicas, such as ``"float32"`` (the default).
         global_batch_size: Samples per optimizer step over all replicas and accumulated batches; sets the batch size
             of the training loader.
@@ -130,6 +122,7 @@ class ThreeDStrategy(StatefulStrategy):
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
         activation_checkpointing: str | int | None = None,
+        compile: bool | str = False,
         reduce_dtype: str | None = None,
         global_batch_size: int | None = None,
         nonfinite: str = "continue",
@@ -158,6 +151,7 @@ class ThreeDStrategy(StatefulStrategy):
             sequence_parallel=sequence_parallel,
             loss_parallel=loss_parallel,
             activation_checkpointing=activation_checkpointing,
+            compile=compile,
             reduce_dtype=reduce_dtype,
             global_batch_size=global_batch_size,
             nonfinite=nonfinite,
@@ -165,6 +159,7 @@ class ThreeDStrategy(StatefulStrategy):
             allow_tp_across_nodes=allow_tp_across_nodes,
             start_method=start_method,
         )
+        Compiler.of_option(compile)  # refuses unknown backends
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
         self.num_nodes = 1
         check_launch(process_group_backend, timeout_s, cluster_environment)
@@ -174,7 +169,7 @@ class ThreeDStrategy(StatefulStrategy):
         self._runner: StepRunner | None = None
         self._clipping: TorchClipping | None = None
         self._hook_logs: HookLogs | None = None
-        self._finetuning = Finetuning()
+        self._served = ServedCallbacks()
 
     # --- who and where ---------------------------------------------------------------------------------------------
 
@@ -301,8 +296,7 @@ class ThreeDStrategy(StatefulStrategy):
         module = self.lightning_module
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if self.topology.world.size > 1:
-            check_callbacks(callbacks)
-            self._finetuning.install(callbacks)
+            self._served.install(trainer, module, self._model_state, self.topology)
         self._ledger = BatchLedger(self.topology.dp.size)
         self._gate = LoaderGate(trainer, self.topology, self._ledger, self.config)
         self._precision.attach(self.topology, self.config)
@@ -352,7 +346,7 @@ class ThreeDStrategy(StatefulStrategy):
             self._clipping.remove()
         if self._hook_logs is not None:
             self._hook_logs.remove()
-        self._finetuning.remove()
+        self._served.remove()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -436,42 +430,6 @@ class ThreeDStrategy(StatefulStrategy):
             ConfigError: Before the module is laid out, or if ``norm_type`` is not positive.
         """
         return global_norm(self._assembled.sharding.owned, self.topology, norm_type)
-
-    # --- collectives for Lightning: "all ranks" of one process are the replicas --------------------------------------
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if _distributed_is_initialized():
-            dist.barrier(group=self.topology.control_world.group)
-
-    @override
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
-    ) -> Tensor | Any:
-        if not isinstance(tensor, Tensor) or self.topology.dp.size == 1:
-            return tensor
-        name = str(reduce_op or "sum").lower().rsplit(".", 1)[-1]
-        op = _REDUCTIONS.get(name)
-        if op is None:
-            raise ConfigError(f"reduce_op={reduce_op!r} is not known. Use one of {', '.join(map(repr, _REDUCTIONS))}.")
-        value = tensor.to(self.root_device).clone()
-        if op == "avg" and not value.is_floating_point():
-            value = value.to(torch.get_default_dtype())
-        return all_reduce(value, self.topology.dp, op)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        if self.topology.dp.size == 1:
-            return tensor
-        return _all_gather_ddp_if_available(tensor, group=self.topology.dp.group, sync_grads=sync_grads)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self.topology.world.size == 1:
-            return decision
-        value = torch.tensor(int(decision))
-        all_reduce(value, self.topology.control_world, "min" if all else "max")
-        return bool(value)
 
 
 @dataclass(frozen=True)

@@ -5,56 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_3d import checkpoint as checkpoints
 from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
-from lightning_3d.mesh import Mesh
 from lightning_3d.trainer.assembly import Assembly
 from lightning_3d.trainer.host_random import HostRandomState
+from lightning_3d.trainer.replicas import ReplicaStrategy
 
 
-class StatefulStrategy(ParallelStrategy):
+class StatefulStrategy(ReplicaStrategy):
     """A strategy whose ranks each hold a part of the model, and which knows which part."""
 
     config: ParallelConfig
-    _mesh: Mesh | None = None
     _assembly: Assembly | None = None
     _loaded_rank_state: Any = None
     final_state_dict: dict[str, Tensor] | None = None
     """The whole model after a run in processes that end with it, for the process that started them."""
 
     @property
-    def topology(self) -> Mesh:
-        """Where this rank stands on the mesh, and the ranks that it meets along every axis.
-
-        Raises:
-            ConfigError: Before the ``setup`` hook, where there is no mesh.
-        """
-        if self._mesh is None:
-            raise ConfigError("The mesh exists once the processes have started: from the `setup` hook on.")
-        return self._mesh
-
-    @property
     def _assembled(self) -> Assembly:
         if self._assembly is None:
             raise ConfigError("The module is laid out when the Trainer sets it up: from the `on_fit_start` hook on.")
         return self._assembly
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _distributed_is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src, group=self.topology.control_world.group, device=torch.device("cpu"))
-        return box[0]
 
     @property
     @override
@@ -86,6 +62,7 @@ class StatefulStrategy(ParallelStrategy):
         checkpoint = checkpoints.read(self.broadcast(str(checkpoint_path)), self.topology, weights_only)
         if state := checkpoint.pop(checkpoints.RANK_STATE, None):
             self._loaded_rank_state = state["state"]
+        checkpoints.place_copies(checkpoint, self._model_state(), self.topology)
         return checkpoint
 
     @override
