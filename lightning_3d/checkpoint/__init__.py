@@ -1,6 +1,7 @@
 """Checkpoints: saved at one layout, loaded at any other, under the names of the plain module."""
 
 from lightning_3d.checkpoint.directory import is_checkpoint, remove
+from lightning_3d.checkpoint.export import Exported, export_hugging_face
 from lightning_3d.checkpoint.full import consolidate, full_state_dict, iterate_full, to_lightning
 from lightning_3d.checkpoint.load import load, load_model, read
 from lightning_3d.checkpoint.names import group_names, original_name, state_dict_keys
@@ -10,8 +11,10 @@ from lightning_3d.checkpoint.state import ModelState
 
 __all__ = [
     "RANK_STATE",
+    "Exported",
     "ModelState",
     "consolidate",
+    "export_hugging_face",
     "full_state_dict",
     "group_names",
     "is_checkpoint",

@@ -14,6 +14,7 @@ import torch
 from lightning_3d.checkpoint import directory
 from lightning_3d.checkpoint.agreement import together
 from lightning_3d.checkpoint.directory import HYPER_PARAMETERS, TRAINER, Manifest, rank_file, write_file
+from lightning_3d.checkpoint.hugging_face import write_descriptions
 from lightning_3d.checkpoint.names import by_original_name, listed
 from lightning_3d.checkpoint.options import encode_options
 from lightning_3d.checkpoint.state import MODEL, ModelState, OptimizerParts, extra_state, model_entries, optimizer_parts
@@ -86,6 +87,7 @@ def _write(target: Path, checkpoint: Mapping[str, Any], state: ModelState, mesh:
     def finish() -> None:
         if mesh.rank:
             return
+        write_descriptions(folder, state.module)
         groups, other_options = _groups(checkpoint, state)
         with_extra = {**checkpoint, EXTRA_STATE: modules_extra} if modules_extra else checkpoint
         _write_trainer_files(folder, with_extra, other_options)
