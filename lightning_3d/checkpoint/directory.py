@@ -6,11 +6,13 @@ import ctypes
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_3d.checkpoint.integrity import share, verify
 from lightning_3d.errors import CheckpointError
 
 FORMAT = "lightning_3d"
@@ -19,11 +21,15 @@ MANIFEST = "layout.json"
 """Layout, step, names: written last, so a directory without it was never finished."""
 INDEX = "tensors.json"
 """Where every piece of every tensor lies."""
+TENSORS = ".distcp"
+"""Suffix of the files that hold tensors."""
 TRAINER = "trainer.pt"
 """The rest of Lightning's checkpoint dict."""
 HYPER_PARAMETERS = "hyper_parameters.pt"
 """Arguments of the user's classes, which may be objects that only full unpickling can read."""
 
+_CHECKSUM = "checksum"
+"""Key in the manifest: of everything else in it."""
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -44,12 +50,24 @@ class Manifest:
     """Per optimizer: ``class``, ``groups`` (``names`` and ``options``) and ``scalars`` by parameter name."""
     files: Mapping[str, int] = field(default_factory=dict)
     """Size in bytes of every other file of the checkpoint."""
+    checksums: Mapping[str, int] = field(default_factory=dict)
+    """CRC-32 of those files that the index does not describe piece by piece."""
     written_by: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write it into ``folder``, after the files that it lists."""
-        text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
+        text = signed({"format": FORMAT, "version": VERSION, **asdict(self)})
         write_file(folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def signed(content: Mapping[str, Any]) -> str:
+    """``content`` as the text of a manifest, with its checksum."""
+    plain = {key: value for key, value in json.loads(json.dumps(content)).items() if key != _CHECKSUM}
+    return json.dumps({**plain, _CHECKSUM: _checksum(plain)}, indent=1)
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content).encode())
 
 
 def rank_file(rank: int) -> str:
@@ -77,40 +95,75 @@ def read_manifest(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
     if _format_of(folder) != FORMAT:
         raise CheckpointError(
             f"{folder} is not a checkpoint of lightning_3d, or writing it was never finished: {folder / MANIFEST} is"
-            f" {'foreign' if (folder / MANIFEST).exists() else 'missing'}. Give the directory that the Trainer wrote,"
-            " or a .ckpt file of the stock Trainer."
+            f" {'foreign' if (folder / MANIFEST).exists() else 'missing'}. {origin_of(folder)}"
         )
     content = read_json(folder / MANIFEST)
-    version = content.pop("version", None)
-    content.pop("format")
-    if not isinstance(version, int) or version > VERSION:
+    version = content.get("version")
+    if type(version) is not int or version > VERSION:
         raise CheckpointError(
             f"{folder / MANIFEST} has format version {version}; this lightning_3d reads versions up to {VERSION}."
             " Upgrade lightning_3d."
         )
+    expected = content.pop(_CHECKSUM, None)
+    if expected != (found := _checksum(content)):
+        raise CheckpointError(
+            f"{folder / MANIFEST} is damaged: its content has the checksum {found}, {expected} was written. Take"
+            " another checkpoint, or restore this file."
+        )
     known = Manifest.__dataclass_fields__
     try:
         manifest = Manifest(**{key: value for key, value in content.items() if key in known})
-    except TypeError as error:
+        sizes = {inside(folder, name): size for name, size in manifest.files.items()}
+    except (TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}.") from error
-    for name, size in manifest.files.items():
-        file = inside(folder, name)
+    for file, size in sizes.items():
         actual = file.stat().st_size if file.is_file() else None
         if actual != size:
-            found = "is missing" if actual is None else f"has {actual} bytes"
-            raise CheckpointError(f"{file} {found}, {size} bytes were written: the checkpoint is incomplete.")
+            found_text = "is missing" if actual is None else f"has {actual} bytes"
+            raise CheckpointError(f"{file} {found_text}, {size} bytes were written: the checkpoint is incomplete.")
     return folder, manifest
+
+
+def verify_files(folder: Path, manifest: Manifest, rank: int = 0, size: int = 1) -> None:
+    """Compare the files that hold no tensors with their checksums: all, or the share of one of ``size`` ranks.
+
+    Raises:
+        CheckpointError: One has changed.
+    """
+    sizes = [(name, num_bytes) for name, num_bytes in manifest.files.items() if not name.endswith(TENSORS)]
+    for name in share(sizes, rank, size):
+        verify(inside(folder, name), manifest.checksums.get(name))
+
+
+def origin_of(folder: Path) -> str:
+    """What a directory that is no checkpoint of this package seems to be, and what to do with it."""
+    if (folder / "meta.pt").is_file() and (folder / ".metadata").is_file():
+        return (
+            "It looks like a sharded checkpoint of Lightning's FSDPStrategy or ModelParallelStrategy: make one file of"
+            f" it with `python -m lightning.pytorch.utilities.consolidate_checkpoint {folder}` and give that."
+        )
+    if (folder / "zero_to_fp32.py").is_file() or any(folder.glob("*/*model_states.pt")):
+        return (
+            "It looks like a checkpoint of DeepSpeed: make one file of it with"
+            " lightning.pytorch.utilities.deepspeed.convert_zero_checkpoint_to_fp32_state_dict and give that."
+        )
+    if (folder / "config.json").is_file():
+        return "It looks like a model of Hugging Face: load it with from_pretrained when the module is built."
+    return "Give the directory that the Trainer wrote, or a .ckpt file of the stock Trainer."
 
 
 def inside(folder: Path, name: str) -> Path:
     """The file ``name`` directly in ``folder``.
 
     Raises:
-        CheckpointError: ``name`` leads anywhere else.
+        CheckpointError: ``name`` leads anywhere else, or is a link that does.
     """
-    if not name or name in (".", "..") or name != os.path.basename(name) or "\\" in name:
+    if not isinstance(name, str) or not name or name in (".", "..") or name != os.path.basename(name) or "\\" in name:
         raise CheckpointError(f"{folder} names the file {name!r}, which is outside of the checkpoint: not read.")
-    return folder / name
+    file = folder / name
+    if file.is_symlink() and file.resolve().parent != folder.resolve():
+        raise CheckpointError(f"{file} is a link to {file.resolve()}, which is outside of the checkpoint: not read.")
+    return file
 
 
 def located(path: str | os.PathLike[str]) -> Path:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.checkpoint.agreement import together
-from lightning_3d.checkpoint.directory import HYPER_PARAMETERS, TRAINER, read_manifest
+from lightning_3d.checkpoint.directory import HYPER_PARAMETERS, TRAINER, read_manifest, verify_files
 from lightning_3d.checkpoint.layout import box
 from lightning_3d.checkpoint.load import stored_state_dict, torch_load
 from lightning_3d.checkpoint.optimizer_state import OptimizerRecord, stored_record
@@ -77,6 +77,7 @@ def consolidate(path: str | os.PathLike[str], weights_only: bool | None = None) 
     One process, no process group. Raises ``CheckpointError`` as :func:`~lightning_3d.checkpoint.read` does.
     """
     folder, manifest = read_manifest(path)
+    verify_files(folder, manifest)
     extra = torch_load(folder / TRAINER, weights_only).get(EXTRA_STATE, {})
     return _read_all(stored_state_dict(folder, manifest, read_index(folder), extra))
 
@@ -89,6 +90,7 @@ def to_lightning(path: str | os.PathLike[str], weights_only: bool | None = None)
         weights_only: As in :func:`~lightning_3d.checkpoint.read`; here hyper-parameters are not left out.
     """
     folder, manifest = read_manifest(path)
+    verify_files(folder, manifest)
     index = read_index(folder)
     checkpoint: dict[str, Any] = torch_load(folder / TRAINER, weights_only)
     if HYPER_PARAMETERS in manifest.files:

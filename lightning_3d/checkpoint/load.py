@@ -12,10 +12,18 @@ from typing import Any
 import torch
 
 from lightning_3d.checkpoint.agreement import together
-from lightning_3d.checkpoint.directory import HYPER_PARAMETERS, TRAINER, Manifest, local_path, rank_file, read_manifest
+from lightning_3d.checkpoint.directory import (
+    HYPER_PARAMETERS,
+    TRAINER,
+    Manifest,
+    local_path,
+    rank_file,
+    read_manifest,
+    verify_files,
+)
 from lightning_3d.checkpoint.names import by_original_name, listed
 from lightning_3d.checkpoint.optimizer_state import load_optimizers, stored_record
-from lightning_3d.checkpoint.reader import Source, StoredTensor, fill, read_index
+from lightning_3d.checkpoint.reader import Source, StoredTensor, check_shape, fill, read_index, verify_tensors
 from lightning_3d.checkpoint.save import EXTRA_STATE, OTHER_OPTIONS, RANK_STATE
 from lightning_3d.checkpoint.state import MODEL, ModelState, shard_of
 from lightning_3d.errors import CheckpointError
@@ -39,6 +47,7 @@ def read(path: str | os.PathLike[str], mesh: Mesh, weights_only: bool | None = N
     Raises:
         CheckpointError: On every rank, with file and reason.
     """
+    together(mesh, f"Loading {path}", lambda: _verify(path, mesh))
     return together(mesh, f"Loading {path}", lambda: _read(path, mesh, weights_only))
 
 
@@ -98,6 +107,15 @@ def torch_load(file: Path, weights_only: bool | None) -> Any:
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, AttributeError, ImportError) as error:
         raise CheckpointError(f"{file} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _verify(path: str | os.PathLike[str], mesh: Mesh) -> None:
+    """Check this rank's share of the bytes, before any rank uses any of them."""
+    if local_path(path).is_file():
+        return
+    folder, manifest = read_manifest(path)
+    verify_files(folder, manifest, mesh.rank, mesh.world.size)
+    verify_tensors(read_index(folder), mesh.rank, mesh.world.size)
 
 
 def _read(path: str | os.PathLike[str], mesh: Mesh, weights_only: bool | None) -> dict[str, Any]:
@@ -202,10 +220,14 @@ def _load_model(values: Mapping[str, Any], state: ModelState, mesh: Mesh, strict
             f"The checkpoint does not fit the model: {' and '.join(texts)}. Load into the model that was saved, or set"
             " strict_loading = False on the LightningModule."
         )
+    parts = []
     for name, tensor in state.held:
         source = source_of(name)
         if source is not None:
-            fill(shard_of(name, tensor, state.cut_of(name), mesh), source)
+            parts.append((shard_of(name, tensor, state.cut_of(name), mesh), source))
+            check_shape(*parts[-1])  # all of them before the first one is filled
+    for entry, source in parts:
+        fill(entry, source)
     for key, value in values.items():
         if key in state.keys and not isinstance(value, Source):
             _set_extra_state(key, value, state)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.checkpoint.directory import INDEX, inside, read_json
+from lightning_3d.checkpoint.integrity import share, verify
 from lightning_3d.checkpoint.layout import box, overlap
 from lightning_3d.checkpoint.state import Entry, plain
 from lightning_3d.errors import CheckpointError
@@ -30,6 +31,7 @@ class StoredChunk:
     file: Path
     start: int
     length: int
+    checksum: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +47,18 @@ class StoredTensor:
         """Number of values."""
         return self.shape.numel()
 
+    def verify(self) -> None:
+        """Compare its bytes in the files with their checksums.
+
+        Raises:
+            CheckpointError: They have changed.
+        """
+        for chunk in self.chunks:
+            verify(chunk.file, chunk.checksum, chunk.start, chunk.length, repr(self.key))
+
     def read(self) -> Tensor:
-        """The full tensor, in host memory."""
+        """The full tensor, verified, in host memory."""
+        self.verify()
         full = torch.empty(self.shape, dtype=self.dtype)
         self.read_into(full, (0,) * full.dim())
         return full
@@ -78,8 +90,8 @@ Source = Tensor | StoredTensor
 """A full tensor, in memory or still in a file."""
 
 
-def fill(entry: Entry, source: Source) -> None:
-    """Copy this rank's part of ``source``, a full tensor, into the entry's memory.
+def check_shape(entry: Entry, source: Source) -> None:
+    """Refuse a tensor that the entry is not a part of.
 
     Raises:
         CheckpointError: Their full shapes differ.
@@ -88,6 +100,15 @@ def fill(entry: Entry, source: Source) -> None:
         raise CheckpointError(
             f"{entry.key!r} has shape {tuple(source.shape)} in the checkpoint and {entry.shape} in the model."
         )
+
+
+def fill(entry: Entry, source: Source) -> None:
+    """Copy this rank's part of ``source``, a full tensor, into the entry's memory.
+
+    Raises:
+        CheckpointError: Their full shapes differ.
+    """
+    check_shape(entry, source)
     with torch.no_grad():
         for chunk in entry.chunks:
             target = entry.tensor[chunk.slices]
@@ -95,6 +116,17 @@ def fill(entry: Entry, source: Source) -> None:
                 source.read_into(target, chunk.offsets)
             else:
                 target.copy_(plain(source)[box(chunk.offsets, chunk.sizes)])
+
+
+def verify_tensors(index: Mapping[str, StoredTensor], rank: int = 0, size: int = 1) -> None:
+    """Compare the stored bytes with their checksums: all of them, or the share of one of ``size`` ranks.
+
+    Raises:
+        CheckpointError: Some have changed.
+    """
+    chunks = [((key, chunk), chunk.length) for key, tensor in index.items() for chunk in tensor.chunks]
+    for key, chunk in share(chunks, rank, size):
+        verify(chunk.file, chunk.checksum, chunk.start, chunk.length, repr(key))
 
 
 def read_index(folder: Path) -> dict[str, StoredTensor]:
@@ -115,8 +147,9 @@ def _stored(folder: Path, key: str, entry: Mapping[str, Any]) -> StoredTensor:
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{folder / INDEX}: {key!r} has the type {entry['dtype']!r}, which torch does not know.")
     chunks = []
-    for offsets, sizes, file, start, length in entry["chunks"]:
-        chunks.append(StoredChunk(tuple(offsets), tuple(sizes), inside(folder, file), int(start), int(length)))
+    for offsets, sizes, file, start, length, crc in entry["chunks"]:
+        place = (inside(folder, file), int(start), int(length), int(crc))
+        chunks.append(StoredChunk(tuple(offsets), tuple(sizes), *place))
     return StoredTensor(key, torch.Size(entry["shape"]), dtype, tuple(chunks))
 
 

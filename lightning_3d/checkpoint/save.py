@@ -13,8 +13,9 @@ import torch
 
 from lightning_3d.checkpoint import directory
 from lightning_3d.checkpoint.agreement import together
-from lightning_3d.checkpoint.directory import HYPER_PARAMETERS, TRAINER, Manifest, rank_file, write_file
+from lightning_3d.checkpoint.directory import HYPER_PARAMETERS, TENSORS, TRAINER, Manifest, rank_file, write_file
 from lightning_3d.checkpoint.hugging_face import write_descriptions
+from lightning_3d.checkpoint.integrity import checksum
 from lightning_3d.checkpoint.names import by_original_name, listed
 from lightning_3d.checkpoint.options import encode_options
 from lightning_3d.checkpoint.state import MODEL, ModelState, OptimizerParts, extra_state, model_entries, optimizer_parts
@@ -91,6 +92,7 @@ def _write(target: Path, checkpoint: Mapping[str, Any], state: ModelState, mesh:
         groups, other_options = _groups(checkpoint, state)
         with_extra = {**checkpoint, EXTRA_STATE: modules_extra} if modules_extra else checkpoint
         _write_trainer_files(folder, with_extra, other_options)
+        files = sorted(folder.iterdir())
         optimizers = [
             {
                 "class": type(state.optimizers[index]).__name__,
@@ -106,7 +108,8 @@ def _write(target: Path, checkpoint: Mapping[str, Any], state: ModelState, mesh:
             keys=_keys(notes, state, {*modules_extra, *_written(folder)}),
             ties=dict(state.ties),
             optimizers=optimizers,
-            files={file.name: file.stat().st_size for file in sorted(folder.iterdir())},
+            files={file.name: file.stat().st_size for file in files},
+            checksums={file.name: checksum(file) for file in files if file.suffix != TENSORS},
             written_by={"lightning_3d": _version(), "torch": str(torch.__version__)},
         ).write(folder)
         directory.publish(target)

@@ -25,10 +25,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 from typing_extensions import override
 
 from lightning_3d.checkpoint.agreement import describe, together
 from lightning_3d.checkpoint.directory import INDEX, write_file
+from lightning_3d.checkpoint.integrity import checksum
 from lightning_3d.checkpoint.names import listed
 from lightning_3d.checkpoint.state import Entry
 from lightning_3d.collectives import all_gather_object, as_bytes
@@ -202,12 +204,31 @@ class _ChunkPlanner(SavePlanner):
         return tensor[self._slices[_piece(write_item)]].contiguous()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Checked(WriteResult):
+    """Where DCP has put a piece, and the checksum of its bytes."""
+
+    checksum: int
+
+
 class _IndexedWriter(dcp.FileSystemWriter):
     """DCP's files, and beside its pickled metadata an index in JSON: the one that is read."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True, overwrite=False)
         self._folder = folder
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([self._checked(result) for result in super().write_data(plan, planner).wait()])
+        return done
+
+    def _checked(self, result: WriteResult) -> WriteResult:
+        info = result.storage_data
+        # Read again, not taken from memory: what was meant to be written is not what counts.
+        crc = checksum(self._folder / info.relative_path, info.offset, info.length)
+        return _Checked(result.index, result.size_in_bytes, info, crc)
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -218,10 +239,11 @@ class _IndexedWriter(dcp.FileSystemWriter):
             assert isinstance(tensor, TensorStorageMetadata)
             chunks = []
             for chunk in tensor.chunks:
-                info = stored[key, tuple(chunk.offsets)].storage_data
-                chunks.append(
-                    [list(chunk.offsets), list(chunk.sizes), str(info.relative_path), info.offset, info.length]
-                )
+                result = stored[key, tuple(chunk.offsets)]
+                assert isinstance(result, _Checked)
+                info = result.storage_data
+                place = [str(info.relative_path), info.offset, info.length, result.checksum]
+                chunks.append([list(chunk.offsets), list(chunk.sizes), *place])
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             tensors[key] = {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
         text = json.dumps({"tensors": tensors}, separators=(",", ":"))

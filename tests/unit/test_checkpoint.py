@@ -32,6 +32,7 @@ from lightning_3d.checkpoint import (
     state_dict_keys,
     to_lightning,
 )
+from lightning_3d.checkpoint.integrity import checksum
 from lightning_3d.checkpoint.options import decode_options, encode_options
 from lightning_3d.checkpoint.writer import share_out
 from lightning_3d.config import Sizes
@@ -275,8 +276,9 @@ def test_damage_inside_a_file_is_found(saved):
     file = next(saved.glob("*.distcp"))
     data = file.read_bytes()
     file.write_bytes(b"\0" * len(data))
-    with pytest.raises(CheckpointError, match=f"{file.name} is damaged"):
-        consolidate(saved)
+    for use in (consolidate, to_lightning, lambda path: read(path, MESH)):
+        with pytest.raises(CheckpointError, match=rf"{file.name} is damaged where .* checksum"):
+            use(saved)
 
 
 @pytest.mark.parametrize(
@@ -292,10 +294,18 @@ def test_damage_inside_a_file_is_found(saved):
 )
 def test_a_manifest_that_cannot_be_right_is_refused(saved, change, message):
     file = saved / "layout.json"
-    text = change if isinstance(change, str) else json.dumps({**json.loads(file.read_text()), **change})
+    text = change if isinstance(change, str) else directory.signed({**json.loads(file.read_text()), **change})
     file.write_text(text)
     with pytest.raises(CheckpointError, match=message):
         read(saved, MESH)
+
+
+def sign(folder: Path) -> None:
+    """Make sizes and checksums fit what the files hold now."""
+    content = json.loads((folder / "layout.json").read_text())
+    content["files"] = {name: (folder / name).stat().st_size for name in content["files"]}
+    content["checksums"] = {name: checksum(folder / name) for name in content["checksums"]}
+    (folder / "layout.json").write_text(directory.signed(content))
 
 
 def test_an_index_that_leads_out_of_the_directory_is_refused(saved):
@@ -303,6 +313,7 @@ def test_an_index_that_leads_out_of_the_directory_is_refused(saved):
     text = file.read_text()
     name = next(saved.glob("*.distcp")).name
     file.write_text(text.replace(name, "../" + name[3:]))
+    sign(saved)
     with pytest.raises(CheckpointError, match="outside of the checkpoint"):
         consolidate(saved)
 
