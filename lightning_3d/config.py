@@ -52,6 +52,8 @@ class ParallelConfig:
     """Whether the logits stay cut over the vocabulary, and the cross entropy is computed on the pieces."""
     activation_checkpointing: str | int | None = None
     """``None``, ``"full"`` (recompute every block) or k (recompute every k-th block)."""
+    compile: bool | str = False
+    """Whether blocks are compiled, one by one; a string names the backend of ``torch.compile``."""
     reduce_dtype: str | None = None
     """Type in which gradients are summed over replicas; ``None`` is float32 (float64 under ``64-true``)."""
     global_batch_size: int | None = None
@@ -91,6 +93,11 @@ class ParallelConfig:
         self._check_virtual_stages()
         self._check_split()
         self._check_checkpointing()
+        if not isinstance(self.compile, bool | str) or self.compile == "":
+            raise ConfigError(
+                f"compile={self.compile!r} is not known. Choose from True, False, or the name of a backend of"
+                " torch.compile such as 'inductor' or 'aot_eager'."
+            )
 
     def _check_virtual_stages(self) -> None:
         interleaved = self.schedule.startswith("interleaved")

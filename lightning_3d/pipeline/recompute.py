@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from lightning_3d.pipeline.caches import without_caches
+from lightning_3d.placeholder import is_placeholder
 
 
 def recompute_blocks(blocks: Sequence[nn.Module], every: str | int | None) -> int:
     """Recompute some of ``blocks``; names in the state dict stay as they are.
 
     Args:
-        blocks: Blocks in the order of the model.
+        blocks: Blocks in the order of the model. Those that are recomputed already count, and stay as they are.
         every: ``None`` for none, ``"full"`` for all, k for every k-th.
 
     Returns:
@@ -25,17 +29,28 @@ def recompute_blocks(blocks: Sequence[nn.Module], every: str | int | None) -> in
     step = 1 if every == "full" else int(every)
     chosen = blocks[::step]
     for block in chosen:
-        block.forward = _Recompute(block)
+        if not isinstance(block.forward, _Recompute):
+            block.forward = _Recompute(block, partial(checkpoint, use_reentrant=False))
     return len(chosen)
+
+
+def recompute_wrapped(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Recompute the named parts of ``module`` that are on this stage, each with the function of the user's wrapper."""
+    for name, function in functions.items():
+        part = module.get_submodule(name)
+        if not any(map(is_placeholder, part.parameters())):
+            part.forward = _Recompute(part, function)
 
 
 class _Recompute:
     """A block's forward under non-reentrant checkpointing, which keeps autocast and the random state."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, function: Callable[..., Any]) -> None:
+        self._block = block
         self._forward = block.forward
+        self._function = function
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        return checkpoint(partial(self._forward, **kwargs), *args, use_reentrant=False)
+        return self._function(partial(self._forward, **without_caches(self._block, kwargs)), *args)

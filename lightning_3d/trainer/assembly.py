@@ -17,12 +17,14 @@ from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.blocks import BlockList, ChunkMap, find_block_lists, share_out
+from lightning_3d.pipeline.compiling import choose_parts, compile_parts
 from lightning_3d.pipeline.cut import Cut
 from lightning_3d.pipeline.engine import Engine
 from lightning_3d.pipeline.observe import call_order
-from lightning_3d.pipeline.recompute import recompute_blocks
+from lightning_3d.pipeline.recompute import recompute_blocks, recompute_wrapped
 from lightning_3d.pipeline.stage import Stage
 from lightning_3d.pipeline.ties import find_shared
+from lightning_3d.pipeline.wrappers import unwrap
 from lightning_3d.placeholder import is_placeholder
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.random import States, StepStreams
@@ -111,6 +113,7 @@ def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, pre
     held = Assembly.of(module)
     if held is not None:
         return _again(held, config, mesh)
+    wishes = unwrap(module)
     own_memory(module)
     share_random_state(mesh)
     share_weights(module, mesh)
@@ -136,6 +139,8 @@ def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, pre
 
     stage = Stage(module, cut)
     blocks = [block for chunk in stage.blocks.values() for block in chunk]
+    compile_parts(module, choose_parts(module, chunks.blocks, config.compile, wishes.compiled))
+    recompute_wrapped(module, wishes.recomputed)
     recompute_blocks(blocks, config.activation_checkpointing)
     sharding = build_sharding(
         stage,
