@@ -14,7 +14,7 @@ Size = int | Literal["auto"]
 
 NONFINITE = ("continue", "skip", "raise")
 START_METHODS = ("popen", "fork", "forkserver", "spawn")
-SPLITS = ("uniform", "parameters", "flops")
+SPLITS = ("uniform", "parameters", "flops", "profile")
 CHECKPOINTING = ("full",)
 PLAN_VALUES = ("colwise", "rowwise", "vocab", "replicate")
 REDUCE_DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -60,6 +60,8 @@ class ParallelConfig:
     """Samples per optimizer step over all replicas and accumulated batches; sets the batch size of the loaders."""
     nonfinite: str = "continue"
     """What a NaN or infinite gradient does: ``"continue"``, ``"skip"`` the step, or ``"raise"``."""
+    sanity_checks: int | None = None
+    """Optimizer steps between checks that ranks hold the same; ``None``: at the start only; 0: never."""
     loss_reduction: str = "mean"
     """What the user's loss is over the samples of its batch: their ``"mean"`` or their ``"sum"``."""
     allow_tp_across_nodes: bool = False
@@ -90,6 +92,8 @@ class ParallelConfig:
                 f"num_micro_batches={self.num_micro_batches} and micro_batch_size={self.micro_batch_size} were both"
                 " given, and each fixes the other. Leave one of them out."
             )
+        if self.sanity_checks is not None and self.sanity_checks != 0:
+            _check_positive("sanity_checks", self.sanity_checks)
         self._check_virtual_stages()
         self._check_split()
         self._check_checkpointing()

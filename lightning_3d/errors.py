@@ -22,5 +22,9 @@ class StageError(ThreeDError):
     """A model that cannot be cut into pipeline stages as asked."""
 
 
+class SanityError(ThreeDError):
+    """Ranks that must hold the same do not: a fault found in training, by ``sanity_checks``."""
+
+
 class CheckpointError(ThreeDError):
     """A checkpoint that cannot be written, or is not what it should be."""

@@ -60,6 +60,7 @@ class Mesh:
     world: Axis
     control_pp: Axis
     control_dp: Axis
+    control_tp: Axis
     control_model: Axis
     control_world: Axis
 
@@ -144,6 +145,7 @@ def _mesh(
         world=axes["world"],
         control_pp=control["pp"],
         control_dp=control["dp"],
+        control_tp=control["tp"],
         control_model=control["model"],
         control_world=control["world"],
     )

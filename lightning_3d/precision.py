@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.precision.utils import _DtypeContextManager
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.types import Optimizable, Steppable
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -21,7 +22,7 @@ from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
 from lightning_3d.placeholder import is_placeholder
-from lightning_3d.sharding import OwnedParameter, clip_by_norm, clip_by_value, has_nonfinite
+from lightning_3d.sharding import OwnedParameter, clip_by_norm, clip_by_value, has_nonfinite, nonfinite_gradients
 from lightning_3d.sharding.loss_scale import LossScaler
 from lightning_3d.sharding.optimizer import is_element_wise, local_step
 
@@ -92,6 +93,8 @@ class ThreeDPrecision(Precision):
         """This rank's parameters, with what counts in norms; the strategy sets it."""
         self.step_skipped = False
         """Whether the last optimizer step was left out, on all ranks; LR schedulers then do not advance either."""
+        self.name_nonfinite = False
+        """Look at the gradients of the next step, and warn with the names of those that are NaN or infinite."""
         self._mesh: Mesh | None = None
         self._nonfinite = "continue"
         self._loss_flag: Tensor | None = None
@@ -265,12 +268,26 @@ class ThreeDPrecision(Precision):
                 found = torch.stack([found, has_nonfinite((), mesh, flag)])
         values = [float(value) for value in found.reshape(-1).tolist()]
         if self._nonfinite == "raise" and values[-1] > 0 and (self.scaler is None or len(values) > 1):
+            names = nonfinite_gradients(owned, mesh) or "the loss alone"
             raise FloatingPointError(
-                "A loss or gradient is NaN or infinite, on this rank or another, and nonfinite='raise' was asked for."
+                f"A loss or gradient is NaN or infinite, and nonfinite='raise' was asked for: {names}."
                 " Look for a learning rate that is too high, a division by zero or bad samples in this batch; with"
                 " nonfinite='skip' such steps are left out."
             )
         return values[0] > 0
+
+    @override
+    def _after_closure(self, model: pl.LightningModule, optimizer: Steppable) -> None:
+        if self.name_nonfinite:
+            self.name_nonfinite = False
+            owned, mesh = self._of(optimizer), self._mesh_or_fail()
+            # An overflow is what a scaler is for, and other answers than going on give their own message.
+            if self.scaler is None and self._nonfinite == "continue" and bool(has_nonfinite(owned, mesh)):
+                rank_zero_warn(
+                    f"Gradients are NaN or infinite: {nonfinite_gradients(owned, mesh)}. The step is taken all the"
+                    " same, as in one process; nonfinite='skip' leaves such steps out and nonfinite='raise' stops."
+                )
+        super()._after_closure(model, optimizer)
 
     # --- clipping --------------------------------------------------------------------------------------------------
 

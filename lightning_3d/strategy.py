@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_3d.checkpoint import WholeValues
 from lightning_3d.config import ParallelConfig, Sizes
 from lightning_3d.mesh import AXES, build_mesh, where
 from lightning_3d.pipeline.compiling import Compiler
@@ -46,6 +47,7 @@ from lightning_3d.trainer.preflight import (
     check_optimizers,
     check_plugins,
 )
+from lightning_3d.trainer.sanity import SanityChecks
 from lightning_3d.trainer.start import share_random_state
 from lightning_3d.trainer.state import StatefulStrategy
 from lightning_3d.trainer.steps import StepRunner
@@ -89,6 +91,9 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
             of the training loader.
         nonfinite: What a NaN or infinite gradient does: ``"continue"``, ``"skip"`` the optimizer step, or
             ``"raise"``; one decision for all ranks.
+        sanity_checks: Optimizer steps between checks that replicas, tied weights, weights that tensor-parallel ranks
+            share, and the batch within a replica are equal to the bit. By default before the first step of a run, fresh
+            or resumed; 0 is never. A difference is a ``SanityError`` with names and ranks.
         loss_reduction: ``"mean"`` if the loss is a mean over the samples of its batch, ``"sum"`` if it is a sum.
         allow_tp_across_nodes: Accept tensor parallelism wider than a node.
         start_method: How local processes start: ``"popen"`` (the default: the script runs again in every process),
@@ -126,6 +131,7 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         reduce_dtype: str | None = None,
         global_batch_size: int | None = None,
         nonfinite: str = "continue",
+        sanity_checks: int | None = None,
         loss_reduction: str = "mean",
         allow_tp_across_nodes: bool = False,
         start_method: str | None = None,
@@ -155,6 +161,7 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
             reduce_dtype=reduce_dtype,
             global_batch_size=global_batch_size,
             nonfinite=nonfinite,
+            sanity_checks=sanity_checks,
             loss_reduction=loss_reduction,
             allow_tp_across_nodes=allow_tp_across_nodes,
             start_method=start_method,
@@ -276,6 +283,7 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         super().setup_environment()
         if self._mesh is not None:
             self.guard.start(self._mesh)
+            self._served.before_setup(self.lightning_module, self._mesh)
             return
         self.set_world_ranks()
         sizes = self.config.sizes(self.world_size, self.num_processes)
@@ -288,15 +296,13 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         # Not a fresh seed, as DDP has it: one process would go on from the state that building the module has left.
         share_random_state(self._mesh)
         self.guard.start(self._mesh)
+        self._served.before_setup(self.lightning_module, self._mesh)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if self.topology.world.size > 1:
-            self._served.install(trainer, module, self._model_state, self.topology)
         self._ledger = BatchLedger(self.topology.dp.size)
         self._gate = LoaderGate(trainer, self.topology, self._ledger, self.config)
         self._precision.attach(self.topology, self.config)
@@ -304,15 +310,19 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         if self._assembly is None or self._assembly.stage.module is not module:
             self._assembly = assemble(module, self.config, self.topology, self._precision)
             self._mesh = self._assembly.topology
+            WholeValues(module, self._model_state, self.topology).install()
             rank_zero_info(str(self._assembly.layout))
             if self.topology.tp.size > 1:
                 rank_zero_info(str(self._assembly.plan))
         self.model = module
+        if self.topology.world.size > 1:
+            self._served.install(trainer, module, self._model_state, self.topology)
         self._precision.owned = self._assembly.sharding.owned
         self._predictions = PredictionGate(trainer, self.topology, self._ledger)
         self._runner = StepRunner(
             trainer, module, self._assembly, self.config, self.topology, self._precision, self._ledger
         )
+        self._sanity = SanityChecks(module, self._assembly.sharding, self.topology, self.config.sanity_checks)
         self._hook_logs = HookLogs(trainer, module, self.topology, self._ledger)
         self._hook_logs.install()
         if self.topology.world.size > 1:
@@ -371,6 +381,10 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        if self._sanity.due(self.lightning_module.trainer.global_step):
+            self._sanity.check(args[0])
+            self._precision.name_nonfinite = True
         return self._steps.training_step(*args, **kwargs)
 
     @override

@@ -7,6 +7,8 @@ from lightning_3d.sharding.gradients import (
     clip_by_value,
     global_norm,
     has_nonfinite,
+    nonfinite_gradients,
+    sharded_axes,
 )
 from lightning_3d.sharding.sharding import Sharding, build_sharding
 from lightning_3d.sharding.ties import Tie, make_ties
@@ -25,4 +27,6 @@ __all__ = [
     "global_norm",
     "has_nonfinite",
     "make_ties",
+    "nonfinite_gradients",
+    "sharded_axes",
 ]

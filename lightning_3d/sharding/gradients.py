@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.collectives import all_gather_object
 from lightning_3d.errors import ConfigError
-from lightning_3d.mesh import Axis, Mesh
+from lightning_3d.mesh import Axis, Mesh, where
 from lightning_3d.sharding.reducer import local_of
 
 
@@ -146,6 +147,26 @@ def has_nonfinite(owned: Iterable[OwnedParameter], mesh: Mesh, local: Tensor | N
         peaks = torch.stack(torch._foreach_norm(same, math.inf))
         found = torch.maximum(found, (~torch.isfinite(peaks)).any().to(found))
     return agree_on_max(found, mesh)
+
+
+def nonfinite_gradients(owned: Iterable[OwnedParameter], mesh: Mesh, limit: int = 8) -> str:
+    """The parameters whose gradients are not finite, each with the ranks that found it so, for a message.
+
+    Collective, and it waits for the device: for use once something is known to be wrong.
+    """
+    mine = [
+        item.name
+        for item in owned
+        if item.param.grad is not None and not bool(torch.isfinite(local_of(item.param.grad)).all())
+    ]
+    ranks: dict[str, list[int]] = {}
+    for rank, names in enumerate(all_gather_object(mine, mesh.control_world)):
+        for name in names:
+            ranks.setdefault(name, []).append(rank)
+    listed = [
+        f"{name} ({', '.join(where(rank, mesh.sizes) for rank in found)})" for name, found in list(ranks.items())[:limit]
+    ]
+    return ", ".join(listed) + (f" and {len(ranks) - limit} more" if len(ranks) > limit else "")
 
 
 def agree_on_max(found: Tensor, mesh: Mesh) -> Tensor:

@@ -54,7 +54,8 @@ class Sharding:
         """Which parameters stay whole although the ZeRO stage shards, and why; empty if none."""
         self._mesh = mesh
         self._partial = list(partial)
-        self._ties = list(ties)
+        self.ties = list(ties)
+        """The weights of this rank that other stages have a copy of."""
         self._manual: ManualUse | None = None
 
     def allow_manual_use(self) -> None:
@@ -101,7 +102,7 @@ class Sharding:
             self.shards.arrived = {}
         if sync:
             sum_over_tensor_parallel(self._partial, self._mesh)
-            sum_over_ties(self._ties)
+            sum_over_ties(self.ties)
 
     def release(self) -> None:
         """Free gathered parameters: after an evaluation batch, and before user code reads or changes parameters."""

@@ -195,7 +195,7 @@ def _drift(strategy: ThreeDStrategy, module: LightningModule) -> dict[str, float
                 copies = all_gather(local.reshape(1, -1), axis, 0)
                 if not torch.equal(copies, copies[:1].expand_as(copies)):
                     found[f"{name} over {axis.name}"] = float((copies - copies[:1]).abs().max())
-    for tie in strategy._assembled.sharding._ties:
+    for tie in strategy._assembled.sharding.ties:
         copies = all_gather(local_of(tie.param).detach().reshape(1, -1), tie.axis, 0)
         if not torch.equal(copies, copies[:1].expand_as(copies)):
             found[f"{tie.name} over stages"] = float((copies - copies[:1]).abs().max())

@@ -30,7 +30,9 @@ LAYERS = """
     sharding
     tensor_parallel
     random
+    fingerprint
     collectives  placeholder  example_inputs
+    provenance
     mesh
     config
     schedules  partition
