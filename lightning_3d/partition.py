@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 
 from lightning_3d.errors import ConfigError
+
+_FEW_SPLITS = 20_000
+"""Ways to cut up to which all of them are compared."""
 
 
 def uniform(num_blocks: int, parts: int) -> list[int]:
@@ -80,6 +84,60 @@ def balance(costs: Sequence[float], parts: int, first_extra: float = 0.0, last_e
     for value in values:
         prefix.append(prefix[-1] + value)
     return _most_even(prefix, parts, _least_maximum(prefix, parts))
+
+
+def balance_ranks(costs: Sequence[float], ranks: int, virtual_stages: int = 1) -> list[int]:
+    """Cut blocks into ``ranks * virtual_stages`` consecutive chunks, of which rank r runs r, r + ranks, r + 2·ranks...
+
+    With one chunk per rank this is `balance`, the optimum. With several, a rank alternates between its chunks, and in
+    the steady part of a step nothing waits for a long chunk as long as its rank has a short one beside it: the step
+    lasts as long as the rank with the most work in all. So the objective is, in this order, the least maximum *over
+    ranks* of the sum of their chunks, then even ranks, then even chunks (which keep the fill and drain of the pipeline
+    short). Where there are at most 20,000 ways all are tried; beyond that, starting from `balance`, blocks are handed
+    from chunk to chunk (those between slide by one) while that improves it. For blocks of equal cost that too finds the
+    least maximum, whatever the ends carry.
+
+    Args:
+        costs: Cost of each block with what runs around it, in any unit, not negative.
+        ranks: Pipeline ranks.
+        virtual_stages: Chunks per rank.
+
+    Returns:
+        The number of blocks in each chunk.
+
+    Raises:
+        ConfigError: If there are more chunks than blocks, or a cost is negative or not finite.
+    """
+    sizes = balance(costs, ranks * virtual_stages)
+    if virtual_stages == 1:
+        return sizes
+    prefix = [0, *itertools.accumulate(_exact(list(costs)))]
+
+    def loads(sizes: list[int]) -> tuple[list[int], list[int]]:
+        ends = [0, *itertools.accumulate(sizes)]
+        chunks = [prefix[b] - prefix[a] for a, b in itertools.pairwise(ends)]
+        return [sum(chunks[rank::ranks]) for rank in range(ranks)], chunks
+
+    def merit(sizes: list[int]) -> tuple[int, int, int, int]:
+        of_ranks, of_chunks = loads(sizes)
+        squares = (sum(load * load for load in found) for found in (of_ranks, of_chunks))
+        return max(of_ranks), next(squares), max(of_chunks), next(squares)
+
+    if math.comb(len(costs) - 1, len(sizes) - 1) <= _FEW_SPLITS:
+        cuts = itertools.combinations(range(1, len(costs)), len(sizes) - 1)
+        ways = ([b - a for a, b in itertools.pairwise((0, *cut, len(costs)))] for cut in cuts)
+        return min(ways, key=merit)
+    best = merit(sizes)
+    while True:
+        of_ranks, _ = loads(sizes)
+        # Only what a rank with the most work gives away can lower the maximum.
+        givers = [c for c, size in enumerate(sizes) if size > 1 and of_ranks[c % ranks] == best[0]]
+        moves = [(giver, taker) for giver in givers for taker in range(len(sizes)) if giver != taker]
+        tried = [[size - (c == giver) + (c == taker) for c, size in enumerate(sizes)] for giver, taker in moves]
+        found = min(tried, key=merit, default=sizes)
+        if merit(found) >= best:
+            return sizes
+        sizes, best = found, merit(found)
 
 
 def _least_maximum(prefix: list[int], parts: int) -> int:

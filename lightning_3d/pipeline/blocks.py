@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_3d import partition
 from lightning_3d.errors import ConfigError, StageError
+from lightning_3d.pipeline.costs import Costing, Costs, matrix_costs, parameter_costs
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class ChunkMap:
     """Index of the first block of every chunk, and the number of blocks at the end."""
     outside: Mapping[str, tuple[int, ...]]
     """Module outside the blocks that holds parameters itself -> the chunks that need them."""
+    costs: Costs | None = None
+    """What the blocks cost; ``None`` where there is one chunk."""
 
     @property
     def num_chunks(self) -> int:
@@ -106,6 +109,8 @@ def share_out(
     num_chunks: int,
     split: str | Sequence[int],
     call_order: Sequence[str] | None = None,
+    costing: Costing | None = None,
+    virtual_stages: int = 1,
 ) -> ChunkMap:
     """Assign every block, and every module with parameters outside of the blocks, to chunks.
 
@@ -113,9 +118,11 @@ def share_out(
         module: The whole model.
         lists: Its block lists, as a chain.
         num_chunks: Pipeline stages times virtual stages.
-        split: ``"uniform"``, ``"parameters"``, ``"flops"`` or the number of blocks of every chunk.
+        split: ``"uniform"``, ``"parameters"``, ``"flops"``, ``"profile"`` or the number of blocks of every chunk.
         call_order: Names of modules in the order of their calls in one step; without it, the order of
             registration decides what runs before the blocks and what after them.
+        costing: What the blocks cost; without it, what their parameters tell.
+        virtual_stages: Chunks of every rank; chunk c runs on rank ``c % (num_chunks / virtual_stages)``.
 
     Raises:
         ConfigError: if there are fewer blocks than chunks, or the explicit split does not fit.
@@ -137,7 +144,11 @@ def share_out(
             )
         )
     outside = _positions(module, lists, blocks, call_order)
-    sizes = _sizes(module, blocks, outside, num_chunks, split)
+    if split == "parameters":
+        costs = parameter_costs(module, blocks, outside)
+    else:
+        costs = costing(blocks, outside) if costing is not None else matrix_costs(module, blocks, outside)
+    sizes = _sizes(costs.blocks, num_chunks, virtual_stages, split)
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + size)
@@ -146,7 +157,7 @@ def share_out(
     for name, positions in outside.items():
         everywhere = range(num_chunks)
         owners[name] = tuple(everywhere if positions is None else sorted({chunk_of_block[i] for i in positions}))
-    return ChunkMap(blocks, tuple(starts), _with_shared(module, owners))
+    return ChunkMap(blocks, tuple(starts), _with_shared(module, owners), costs)
 
 
 def _with_shared(module: nn.Module, owners: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -192,32 +203,9 @@ def _positions(
     return positions
 
 
-def _sizes(
-    module: nn.Module,
-    blocks: Sequence[str],
-    outside: Mapping[str, frozenset[int] | None],
-    num_chunks: int,
-    split: str | Sequence[int],
-) -> list[int]:
+def _sizes(costs: Sequence[float], num_chunks: int, virtual_stages: int, split: str | Sequence[int]) -> list[int]:
     if not isinstance(split, str):
-        return partition.explicit(list(split), len(blocks), num_chunks)
+        return partition.explicit(list(split), len(costs), num_chunks)
     if split == "uniform":
-        return partition.uniform(len(blocks), num_chunks)
-    cost = _parameter_cost if split == "parameters" else _flop_cost
-    modules = dict(module.named_modules(remove_duplicate=False))
-    costs = [cost(modules[name]) for name in blocks]
-    last = len(blocks) - 1
-    first_extra = sum(cost(modules[name], recurse=False) for name, where in outside.items() if where and 0 in where)
-    last_extra = sum(cost(modules[name], recurse=False) for name, where in outside.items() if where and last in where)
-    return partition.balance(costs, num_chunks, first_extra=first_extra, last_extra=last_extra)
-
-
-def _parameter_cost(module: nn.Module, recurse: bool = True) -> float:
-    return float(sum(parameter.numel() for parameter in module.parameters(recurse=recurse)))
-
-
-def _flop_cost(module: nn.Module, recurse: bool = True) -> float:
-    """Multiply-adds per token: one for every weight of a matrix; looking up an embedding costs none."""
-    parts = module.modules() if recurse else [module]
-    matrices = (p for part in parts if not isinstance(part, nn.Embedding) for p in part.parameters(recurse=False))
-    return float(sum(matrix.numel() for matrix in matrices if matrix.dim() > 1))
+        return partition.uniform(len(costs), num_chunks)
+    return partition.balance_ranks(costs, num_chunks // virtual_stages, virtual_stages)

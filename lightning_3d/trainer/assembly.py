@@ -8,22 +8,26 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_3d import tensor_parallel
 from lightning_3d.checkpoint import state_dict_keys
-from lightning_3d.config import ParallelConfig
+from lightning_3d.collectives import broadcast_object
+from lightning_3d.config import ParallelConfig, Sizes
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.blocks import BlockList, ChunkMap, find_block_lists, share_out
 from lightning_3d.pipeline.compiling import choose_parts, compile_parts
+from lightning_3d.pipeline.costs import Costing, Costs, Positions, flop_costs, recomputed_share
 from lightning_3d.pipeline.cut import Cut
 from lightning_3d.pipeline.engine import Engine
 from lightning_3d.pipeline.observe import call_order
 from lightning_3d.pipeline.recompute import recompute_blocks, recompute_wrapped
 from lightning_3d.pipeline.stage import Stage
 from lightning_3d.pipeline.ties import find_shared
+from lightning_3d.pipeline.timing import time_costs
 from lightning_3d.pipeline.wrappers import unwrap
 from lightning_3d.placeholder import is_placeholder
 from lightning_3d.precision import ThreeDPrecision
@@ -120,11 +124,11 @@ def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, pre
     precision.convert_module(module)
 
     lists = find_block_lists(module, config.pipeline_blocks)
-    chunks = chunk_map(module, lists, config, mesh.pp.size)
+    chunks = chunk_map(module, lists, config, mesh.pp.size, profiler(module, config, mesh, precision))
     plan = tensor_parallel.plan(module, [item.blocks for item in lists], config, mesh.tp.size)
     shared = find_shared(module, chunks, mesh.pp.size)
     keys, ties = state_dict_keys(module)
-    layout = describe(module, chunks, config, mesh)
+    layout = describe(module, chunks, config, mesh.sizes)
     names_of = names_by_parameter(module)
 
     owned_chunks = [chunk for chunk in range(chunks.num_chunks) if chunk % mesh.pp.size == mesh.pp.rank]
@@ -178,14 +182,51 @@ def _again(held: Assembly, config: ParallelConfig, mesh: Mesh) -> Assembly:
     )
 
 
-def chunk_map(module: nn.Module, lists: Sequence[BlockList], config: ParallelConfig, stages: int) -> ChunkMap:
-    """Which chunk owns what."""
+def chunk_map(
+    module: nn.Module,
+    lists: Sequence[BlockList],
+    config: ParallelConfig,
+    stages: int,
+    profile: Costing | None = None,
+) -> ChunkMap:
+    """Which chunk owns what.
+
+    Args:
+        module: The whole model.
+        lists: Its block lists, as a chain.
+        config: The options of the pipeline.
+        stages: Pipeline ranks.
+        profile: Measures the blocks, for ``pipeline_split="profile"``; without it they are counted.
+    """
     count = stages * config.virtual_stages
     order = call_order(module) if count > 1 else None
-    return share_out(module, lists, count, config.pipeline_split, order)
+    recomputed = recomputed_share(config.activation_checkpointing)
+
+    def count_costs(blocks: Sequence[str], outside: Positions) -> Costs:
+        return flop_costs(module, blocks, outside, recomputed)
+
+    costing = profile if profile is not None and config.pipeline_split == "profile" else count_costs
+    return share_out(module, lists, count, config.pipeline_split, order, costing, config.virtual_stages)
 
 
-def describe(module: nn.Module, chunks: ChunkMap, config: ParallelConfig, mesh: Mesh) -> Layout:
+def profiler(module: nn.Module, config: ParallelConfig, mesh: Mesh, precision: ThreeDPrecision) -> Costing:
+    """Measures blocks on rank 0 and tells all; collective, so that every rank cuts alike."""
+    recomputed = recomputed_share(config.activation_checkpointing)
+
+    def measure(blocks: Sequence[str], outside: Positions) -> Costs:
+        costs: Costs | None = None
+        if mesh.rank == 0:
+            try:
+                costs = time_costs(module, blocks, outside, mesh.device, precision.forward_context, recomputed)
+            except Exception as error:  # all ranks wait for this one
+                rank_zero_warn(f"The blocks could not be measured on {mesh.device}: {type(error).__name__}: {error}")
+        costs = broadcast_object(costs, mesh.control_world, 0)
+        return costs if costs is not None else flop_costs(module, blocks, outside, recomputed)
+
+    return measure
+
+
+def describe(module: nn.Module, chunks: ChunkMap, config: ParallelConfig, sizes: Sizes) -> Layout:
     """The layout of a run of the whole ``module``."""
     modules = dict(module.named_modules(remove_duplicate=False))
     outside = tuple(
@@ -199,11 +240,11 @@ def describe(module: nn.Module, chunks: ChunkMap, config: ParallelConfig, mesh: 
     )
     micro_batches = config.num_micro_batches
     if micro_batches is None and config.micro_batch_size is None:
-        micro_batches = 4 * mesh.pp.size if mesh.pp.size > 1 else 1
+        micro_batches = 4 * sizes.pp if sizes.pp > 1 else 1
     return Layout(
-        pipeline_parallel=mesh.pp.size,
-        data_parallel=mesh.dp.size,
-        tensor_parallel=mesh.tp.size,
+        pipeline_parallel=sizes.pp,
+        data_parallel=sizes.dp,
+        tensor_parallel=sizes.tp,
         zero_stage=config.zero_stage,
         schedule=config.schedule,
         virtual_stages=config.virtual_stages,
@@ -211,6 +252,8 @@ def describe(module: nn.Module, chunks: ChunkMap, config: ParallelConfig, mesh: 
         chunks=tuple(chunks.blocks_of(chunk) for chunk in range(chunks.num_chunks)),
         outside=outside,
         parameters=parameters,
+        costs=chunks.costs.of_chunks(chunks.starts) if chunks.costs is not None else (),
+        cost_source=chunks.costs.source if chunks.costs is not None else "",
         sequence_parallel=config.sequence_parallel,
         activation_checkpointing=config.activation_checkpointing,
     )

@@ -25,6 +25,10 @@ class Layout:
     """Names of the modules with parameters outside of the blocks that every chunk holds."""
     parameters: tuple[int, ...]
     """Parameters of every chunk, before tensor parallelism and sharding cut them."""
+    costs: tuple[float, ...] = ()
+    """Cost of every chunk, in any unit; empty without a pipeline."""
+    cost_source: str = ""
+    """How the costs were found."""
     sequence_parallel: bool = False
     activation_checkpointing: str | int | None = None
 
@@ -42,6 +46,13 @@ class Layout:
             )
             for stage in range(self.pipeline_parallel)
         )
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Share of every stage in the cost of the model, the sum of its chunks; empty without a pipeline."""
+        total = sum(self.costs) or 1.0
+        stages = range(self.pipeline_parallel) if self.costs else ()
+        return tuple(sum(self.costs[stage :: self.pipeline_parallel]) / total for stage in stages)
 
     @property
     def bubble(self) -> float:
@@ -66,17 +77,23 @@ class Layout:
             if on
         ]
         head += "".join(f", {text}" for text in options)
-        total = sum(self.parameters) or 1
-        lines = [head]
-        if self.pipeline_parallel > 1:
-            for chunk, names in enumerate(self.chunks):
-                held = [*self.outside[chunk][:4], _span(names)]
-                label = f"  stage {chunk % self.pipeline_parallel}" + (
-                    f" chunk {chunk}" if self.virtual_stages > 1 else ""
-                )
-                count = self.parameters[chunk]
-                lines.append(f"{label}: {', '.join(held)} ({count:,} parameters, {count / total:.0%})")
-        return "\n".join(lines)
+        return "\n".join([head, *(self._stage_lines() if self.pipeline_parallel > 1 else ())])
+
+    def _stage_lines(self) -> list[str]:
+        total, cost = sum(self.parameters) or 1, sum(self.costs) or 1.0
+        lines = []
+        for chunk, names in enumerate(self.chunks):
+            held = [*self.outside[chunk][:4], _span(names)]
+            label = f"  stage {chunk % self.pipeline_parallel}" + (f" chunk {chunk}" if self.virtual_stages > 1 else "")
+            count = self.parameters[chunk]
+            share = f", {self.costs[chunk] / cost:.1%} of the cost" if self.costs else ""
+            lines.append(f"{label}: {', '.join(held)} ({count:,} parameters, {count / total:.0%}{share})")
+        if self.costs:
+            even = 1 / self.pipeline_parallel
+            lines.append(
+                f"  cost {self.cost_source}: the most loaded stage has {max(self.shares):.1%}, even is {even:.1%}"
+            )
+        return lines
 
 
 def _span(names: tuple[str, ...]) -> str:
