@@ -1,11 +1,13 @@
 """Checkpoints: saved at one layout, loaded at any other, under the names of the plain module."""
 
+from lightning_3d.checkpoint.copies import place_copies
 from lightning_3d.checkpoint.directory import is_checkpoint, remove
 from lightning_3d.checkpoint.export import Exported, export_hugging_face
 from lightning_3d.checkpoint.full import consolidate, full_state_dict, iterate_full, to_lightning
 from lightning_3d.checkpoint.load import load, load_model, read
 from lightning_3d.checkpoint.names import group_names, original_name, state_dict_keys
 from lightning_3d.checkpoint.optimizer_state import load_optimizers
+from lightning_3d.checkpoint.parts import WholeValues, part_of
 from lightning_3d.checkpoint.save import RANK_STATE, save
 from lightning_3d.checkpoint.state import ModelState
 
@@ -13,6 +15,7 @@ __all__ = [
     "RANK_STATE",
     "Exported",
     "ModelState",
+    "WholeValues",
     "consolidate",
     "export_hugging_face",
     "full_state_dict",
@@ -23,6 +26,8 @@ __all__ = [
     "load_model",
     "load_optimizers",
     "original_name",
+    "part_of",
+    "place_copies",
     "read",
     "remove",
     "save",

@@ -48,6 +48,8 @@ class Manifest:
     """Second names of tied parameters, each with the name under which the tensor lies."""
     optimizers: Sequence[Mapping[str, Any]] = ()
     """Per optimizer: ``class``, ``groups`` (``names`` and ``options``) and ``scalars`` by parameter name."""
+    copies: Sequence[Mapping[str, Any]] = ()
+    """Further copies of the weights: ``path``, where each stood in Lightning's checkpoint, and the ``keys`` it has."""
     files: Mapping[str, int] = field(default_factory=dict)
     """Size in bytes of every other file of the checkpoint."""
     checksums: Mapping[str, int] = field(default_factory=dict)

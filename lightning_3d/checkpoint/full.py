@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.checkpoint.agreement import together
+from lightning_3d.checkpoint.copies import put_stored
 from lightning_3d.checkpoint.directory import HYPER_PARAMETERS, TRAINER, read_manifest, verify_files
 from lightning_3d.checkpoint.layout import box
 from lightning_3d.checkpoint.load import stored_state_dict, torch_load
@@ -99,6 +100,7 @@ def to_lightning(path: str | os.PathLike[str], weights_only: bool | None = None)
     extra = checkpoint.pop(EXTRA_STATE, {})
     _forget_shared_loaders(checkpoint)
     checkpoint["state_dict"] = _read_all(stored_state_dict(folder, manifest, index, extra))
+    put_stored(checkpoint, manifest.copies, manifest.ties, _Reading(index))
     if manifest.optimizers:
         checkpoint["optimizer_states"] = [
             _numbered(stored_record(number, manifest, index, other and other[number], {}))
@@ -131,6 +133,13 @@ def _read_all(stored: Mapping[str, Any]) -> dict[str, Any]:
             value = tensors[value.key]
         full[key] = value
     return full
+
+
+class _Reading(dict[str, Any]):
+    """Stored tensors that are read when they are asked for."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key).read()
 
 
 def _numbered(record: OptimizerRecord) -> dict[str, Any]:

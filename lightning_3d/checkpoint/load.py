@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lightning_3d.checkpoint.agreement import together
+from lightning_3d.checkpoint.copies import put_stored
 from lightning_3d.checkpoint.directory import (
     HYPER_PARAMETERS,
     TRAINER,
@@ -127,6 +128,7 @@ def _read(path: str | os.PathLike[str], mesh: Mesh, weights_only: bool | None) -
     if HYPER_PARAMETERS in manifest.files:
         checkpoint.update(_hyper_parameters(folder / HYPER_PARAMETERS, weights_only))
     checkpoint["state_dict"] = stored_state_dict(folder, manifest, index, checkpoint.pop(EXTRA_STATE, {}))
+    put_stored(checkpoint, manifest.copies, manifest.ties, index)
     own, same = _rank_content(folder, manifest, mesh)
     other_options = checkpoint.pop(OTHER_OPTIONS, None)
     if manifest.optimizers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 
 from lightning_3d.checkpoint import directory
 from lightning_3d.checkpoint.agreement import together
+from lightning_3d.checkpoint.copies import copy_entries, copy_key, find_copies, without_tensors
 from lightning_3d.checkpoint.directory import HYPER_PARAMETERS, TENSORS, TRAINER, Manifest, rank_file, write_file
 from lightning_3d.checkpoint.hugging_face import write_descriptions
 from lightning_3d.checkpoint.integrity import checksum
@@ -46,7 +47,8 @@ def save(
         checkpoint: Lightning's checkpoint dict. ``state_dict`` may be absent (the live values are saved) or a mapping
             by name with this rank's local tensors; what a hook removed from it is not saved. Optimizers are saved if
             ``optimizer_states`` is there: per optimizer what its ``state_dict()`` gives, or an empty list for the live
-            ones. Everything else goes into one file, from rank 0.
+            ones. Further dicts of weights by the same names, such as averages, are saved in parts too
+            (:mod:`~lightning_3d.checkpoint.copies`). Everything else goes into one file, from rank 0.
         state: This rank's view of the model.
         mesh: This rank's place.
         rank_state: What only this rank can use, such as states of random generators: numbers, strings, tensors and
@@ -79,6 +81,8 @@ def _write(target: Path, checkpoint: Mapping[str, Any], state: ModelState, mesh:
     )
     entries = together(mesh, "Saving the model", lambda: model_entries(state, values, mesh))
     parts = together(mesh, "Saving the optimizers", lambda: _all_optimizer_parts(checkpoint, state, mesh))
+    copies = find_copies(checkpoint, state, mesh)
+    entries += together(mesh, "Saving copies of the model", lambda: copy_entries(copies, state, mesh))
     write_tensors(folder, [*entries, *(entry for part in parts for entry in part.entries)], mesh)
 
     together(mesh, "Saving", lambda: _write_rank_file(folder, parts, mesh, rank_state))
@@ -90,8 +94,11 @@ def _write(target: Path, checkpoint: Mapping[str, Any], state: ModelState, mesh:
             return
         write_descriptions(folder, state.module)
         groups, other_options = _groups(checkpoint, state)
-        with_extra = {**checkpoint, EXTRA_STATE: modules_extra} if modules_extra else checkpoint
-        _write_trainer_files(folder, with_extra, other_options)
+        rest = without_tensors(checkpoint, copies)
+        if modules_extra:
+            rest[EXTRA_STATE] = modules_extra
+        _write_trainer_files(folder, rest, other_options)
+        written = _written(folder)
         files = sorted(folder.iterdir())
         optimizers = [
             {
@@ -105,9 +112,16 @@ def _write(target: Path, checkpoint: Mapping[str, Any], state: ModelState, mesh:
             layout={"pp": mesh.pp.size, "dp": mesh.dp.size, "tp": mesh.tp.size, **state.layout},
             epoch=int(checkpoint.get("epoch", 0)),
             global_step=int(checkpoint.get("global_step", 0)),
-            keys=_keys(notes, state, {*modules_extra, *_written(folder)}),
+            keys=_keys(notes, state, {*modules_extra, *_model_names(written)}),
             ties=dict(state.ties),
             optimizers=optimizers,
+            copies=[
+                {
+                    "path": list(copy.path),
+                    "keys": [name for name in copy.names if copy_key(number, state.first_name(name)) in written],
+                }
+                for number, copy in enumerate(copies)
+            ],
             files={file.name: file.stat().st_size for file in files},
             checksums={file.name: checksum(file) for file in files if file.suffix != TENSORS},
             written_by={"lightning_3d": _version(), "torch": str(torch.__version__)},
@@ -155,8 +169,12 @@ def _keys(notes: Sequence[_Notes], state: ModelState, written: set[str]) -> list
 
 
 def _written(folder: Path) -> set[str]:
-    tensors = directory.read_json(folder / directory.INDEX)["tensors"]
-    return {key.removeprefix(MODEL) for key in tensors if key.startswith(MODEL)}
+    """Keys of all tensors that were written."""
+    return set(directory.read_json(folder / directory.INDEX)["tensors"])
+
+
+def _model_names(keys: Iterable[str]) -> set[str]:
+    return {key.removeprefix(MODEL) for key in keys if key.startswith(MODEL)}
 
 
 def _version() -> str:

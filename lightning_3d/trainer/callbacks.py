@@ -1,35 +1,48 @@
-"""Lightning's callbacks that take parameters for whole tensors: served, or refused before training."""
+"""Lightning's callbacks that take parameters for whole tensors, served for the time of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_3d.errors import ConfigError
-
-_AVERAGING = tuple(
-    found for name in ("StochasticWeightAveraging", "WeightAveraging") if (found := getattr(callbacks, name, None))
-)
+from lightning_3d.checkpoint import ModelState
+from lightning_3d.mesh import Mesh
+from lightning_3d.trainer.averaging import Averaging
 
 
-def check_callbacks(items: Sequence[pl.Callback]) -> None:
-    """Refuse callbacks that would average parts of a model with whole copies of it.
+class ServedCallbacks:
+    """All of them, as the strategy calls them."""
 
-    Raises:
-        ConfigError: naming the callback.
-    """
-    for item in items:
-        if isinstance(item, _AVERAGING):
-            raise ConfigError(
-                f"The callback {type(item).__name__} keeps a copy of the whole model and copies weights between the"
-                " two, but here every rank holds a part. Leave it out, or train on one device."
-            )
+    def __init__(self) -> None:
+        self._finetuning = Finetuning()
+        self._averaging = Averaging()
+
+    def before_setup(self, module: pl.LightningModule | None, mesh: Mesh) -> None:
+        """Before the ``setup`` hook of the callbacks of the Trainer that ``module`` belongs to."""
+        if mesh.world.size > 1 and module is not None and module._trainer is not None:
+            self._averaging.before_setup(_of(module.trainer), module)
+
+    def install(
+        self, trainer: pl.Trainer, module: pl.LightningModule, state: Callable[[], ModelState], mesh: Mesh
+    ) -> None:
+        """Begin, once ``module`` is laid out; ``state`` gives the rank's view of it."""
+        self._finetuning.install(_of(trainer))
+        self._averaging.install(_of(trainer), module, state, mesh, trainer.state.fn == TrainerFn.FITTING)
+
+    def remove(self) -> None:
+        """End."""
+        self._finetuning.remove()
+        self._averaging.remove()
+
+
+def _of(trainer: pl.Trainer) -> Sequence[pl.Callback]:
+    return trainer.callbacks  # type: ignore[attr-defined]
 
 
 class Finetuning:

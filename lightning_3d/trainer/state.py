@@ -62,12 +62,14 @@ class StatefulStrategy(ReplicaStrategy):
         checkpoint = checkpoints.read(self.broadcast(str(checkpoint_path)), self.topology, weights_only)
         if state := checkpoint.pop(checkpoints.RANK_STATE, None):
             self._loaded_rank_state = state["state"]
-        checkpoints.place_copies(checkpoint, self._model_state(), self.topology)
+        if self._assembly is not None:
+            checkpoints.place_copies(checkpoint, self._model_state(), self.topology)
         return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         checkpoints.load_model(checkpoint["state_dict"], self._model_state(), self.topology, strict)
+        self._assembled.complaint = ""
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -11,11 +11,9 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     GradientAccumulationScheduler,
     LearningRateFinder,
-    StochasticWeightAveraging,
 )
 from torch.utils.data import DataLoader
 
-from lightning_3d.errors import ConfigError
 from tests.dist.lightning_modules import (
     Mesh,
     Tokens,
@@ -117,14 +115,3 @@ def test_the_course_of_training_is_that_of_one_process(mesh: Mesh, tmp_path: Any
             if rank == 0:
                 for key, value in weights.items():
                     torch.testing.assert_close(got_weights[key], value, rtol=1e-9, atol=1e-11)
-
-
-def average(mesh: Mesh) -> str:
-    with pytest.raises(ConfigError) as refused:
-        make_trainer(mesh, callbacks=[StochasticWeightAveraging(0.1)]).fit(seeded(Tokens), loader(rows(4), 4, mesh))
-    return str(refused.value)
-
-
-def test_averaging_of_whole_models_is_refused() -> None:
-    for message in on_ranks(average, (1, 2, 1)):
-        assert "StochasticWeightAveraging" in message
