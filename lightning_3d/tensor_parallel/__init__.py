@@ -1,6 +1,6 @@
 """Tensor parallelism: layers cut over the ranks of an axis, with the numbers of the whole ones."""
 
-from lightning_3d.tensor_parallel.applying import AppliedPlan, apply
+from lightning_3d.tensor_parallel.applying import AppliedPlan, Check, apply
 from lightning_3d.tensor_parallel.attention import ParallelMultiheadAttention
 from lightning_3d.tensor_parallel.embedding import VocabParallelEmbedding
 from lightning_3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -11,6 +11,7 @@ from lightning_3d.tensor_parallel.planning import Plan, plan
 
 __all__ = [
     "AppliedPlan",
+    "Check",
     "ColumnParallelLinear",
     "LayerPlan",
     "ParallelMultiheadAttention",

@@ -12,24 +12,45 @@ from lightning_3d.collectives import chunk_sizes
 from lightning_3d.errors import PlanError
 from lightning_3d.mesh import Mesh
 from lightning_3d.placeholder import is_placeholder
-from lightning_3d.tensor_parallel.check import Verdict, check_block
+from lightning_3d.tensor_parallel.check import FAILS, Verdict, check_block
 from lightning_3d.tensor_parallel.convert import convert_block, convert_column, convert_row, shape_hooks
 from lightning_3d.tensor_parallel.embedding import VocabSettings, to_vocab_parallel
 from lightning_3d.tensor_parallel.layers import is_linear
 from lightning_3d.tensor_parallel.layout import BlockLayout, LayerPlan, Position, RegionLayout
 from lightning_3d.tensor_parallel.parameters import ParameterCut, cut_parameter, replace_parameters
-from lightning_3d.tensor_parallel.planning import BlockPlan, OutsideCut, Plan
+from lightning_3d.tensor_parallel.planning import BlockPlan, OutsideCut, Plan, is_large
 from lightning_3d.tensor_parallel.region import Regions
 from lightning_3d.tensor_parallel.sequence import gather_after, scatter_before
 
 
+@dataclass(frozen=True)
+class Check:
+    """What the numeric check of one kind of block gave."""
+
+    block: str
+    """Name of the block that was compared with its cut copy on random values."""
+    count: int
+    """Blocks of its kind, which are cut alike."""
+    passed: bool
+    """False when nothing of the kind is cut, because nothing could be checked or nothing kept the numbers."""
+    result: str
+    """In words, for a table."""
+
+
 @dataclass
 class AppliedPlan:
-    """What was done to the model."""
+    """What was done to the model.
+
+    For a report: ``layers`` says of every layer how it is cut (``kind``), who said so (``source``) and why it is whole
+    (``note``); ``checks`` what the comparison of numbers gave for every kind of block; ``str()`` is both as a table.
+    """
 
     tp: int
     layers: list[LayerPlan] = field(default_factory=list)
-    """Every linear layer, embedding and attention of the model, with what became of it."""
+    """Every linear layer, embedding and attention of the model, and other layers with matrices, and what became of
+    each."""
+    checks: list[Check] = field(default_factory=list)
+    """What the numeric check gave, one for every kind of block."""
     cuts: dict[str, ParameterCut] = field(default_factory=dict)
     """How the cut parameters of this rank's layers are cut, by full name (every name of a tied one)."""
     partial: frozenset[str] = frozenset()
@@ -52,10 +73,11 @@ class AppliedPlan:
         lines = [("layer", "count", "cut", "source", "note")]
         lines += [(name, str(n), kind, source, note) for (name, kind, source, note), n in rows.items()]
         widths = [max(len(line[column]) for line in lines) for column in range(4)]
-        return "\n".join(
+        table = [
             "  ".join([*(cell.ljust(width) for cell, width in zip(line[:4], widths, strict=True)), line[4]]).rstrip()
             for line in lines
-        )
+        ]
+        return "\n".join([*table, *(f"check of {c.block} (x{c.count}): {c.result}" for c in self.checks)])
 
 
 def apply(
@@ -81,7 +103,7 @@ def apply(
             hooks too.
 
     Raises:
-        PlanError: when a block cut by the user's or the model's own plan does not compute what it computed before.
+        PlanError: when a block cut by the user's plan does not compute what it computed before.
     """
     twins = twins or {}
     applied = AppliedPlan(plan.tp, sequence_parallel=plan.sequence_parallel and plan.tp > 1)
@@ -90,8 +112,10 @@ def apply(
     regions = Regions(mesh.tp, mesh.device)
     cut = _Cutter(mesh)
     partial: set[str] = set()
+    owned = _whole_owner(module, plan, owned)
     settled = [_settle(module, block, mesh, owned) for block in plan.blocks]
     for block, (layout, verdict) in zip(plan.blocks, settled, strict=True):
+        applied.checks.append(_check_of(block, layout, verdict))
         shared = Regions(mesh.tp, mesh.device, block.sequence_dim or 0) if block.sequence_dim is not None else regions
         for name in block.names:
             part = module.get_submodule(name)
@@ -114,6 +138,37 @@ def apply(
     return applied
 
 
+def _whole_owner(module: nn.Module, plan: Plan, owned: Callable[[str], bool]) -> Callable[[str], bool]:
+    """Whether a module is this stage's own; a block that is none of the pipeline's, if all in it is."""
+    chained = {name for chain in plan.lists for name in chain}
+    others = {name for block in plan.blocks for name in block.names} - chained
+
+    def own(name: str) -> bool:
+        if name not in others:
+            return owned(name)
+        holders = (
+            f"{name}.{path}".rstrip(".")
+            for path, part in module.get_submodule(name).named_modules()
+            if any(parameter is not None for parameter in part._parameters.values())
+        )
+        return all(owned(holder) for holder in holders)
+
+    return own
+
+
+def _check_of(block: BlockPlan, layout: BlockLayout, verdict: Verdict) -> Check:
+    name, count = block.names[0], len(block.names)
+    if layout.names:
+        said = f"{verdict.compared} outputs and gradients equal those of the whole block"
+    elif block.call is None:
+        said = "not checked: no made-up input reached it, so nothing of it is cut"
+    elif block.regions:
+        said = "nothing is cut: see the notes of its layers"
+    else:
+        said = "nothing to cut"
+    return Check(name, count, bool(layout.names), said)
+
+
 def _settle(
     module: nn.Module, block: BlockPlan, mesh: Mesh, owned: Callable[[str], bool]
 ) -> tuple[BlockLayout, Verdict]:
@@ -123,26 +178,30 @@ def _settle(
     choice = [0] * len(block.regions)
     if block.call is None:
         return block.fixed, Verdict()
-    part = module.get_submodule(name)
+    part, call = module.get_submodule(name), block.call
     first = ""
+
+    def check(layout: BlockLayout) -> Verdict | None:
+        return check_block(part, call, layout, mesh.tp, mesh.device, block.sequence_dim)
+
     while True:
         layout = block.layout(choice)
-        verdict = check_block(part, block.call, layout, mesh.tp, mesh.device, block.sequence_dim)
+        verdict = check(layout)
         if verdict is None:
             return _unchecked(block, name)
         if not verdict.fault:
             return layout, verdict
-        region = _blame(block, choice, verdict)
+        region = _blame(block, choice, verdict, check)
         if region is None:
             raise PlanError(_refusal(block, name, f"{name}.{verdict.layer} ({verdict.fault})"))
         source, ways = block.regions[region]
         first = first or _difference(name, verdict, ways.layouts[0])
         choice[region] += 1
         if choice[region] == len(ways.layouts):
-            if source != "derived" or block.sequence_dim is not None:
+            if source == "user" or block.sequence_dim is not None:
                 raise PlanError(_refusal(block, name, first))
             for layer in {name for way in ways.layouts for name in (way.row, *(c.name for c in way.columns))}:
-                block.notes[layer] = f"no way of cutting it keeps {first}"
+                block.notes[layer] = f"no way of cutting it keeps {_difference(name, verdict, ways.layouts[0])}"
                 block.sources.pop(layer, None)
             choice[region] = -1
 
@@ -152,9 +211,17 @@ def _difference(name: str, verdict: Verdict, region: RegionLayout) -> str:
     return f"the {verdict.fault} of {f'{name}.{verdict.layer}'.rstrip('.')} (which closes {columns})"
 
 
-def _blame(block: BlockPlan, choice: list[int], verdict: Verdict) -> int | None:
+def _blame(
+    block: BlockPlan, choice: list[int], verdict: Verdict, try_alone: Callable[[BlockLayout], Verdict | None]
+) -> int | None:
     """The region to cut in another way: the one whose row layer differs first, or that holds the parameter."""
     open_regions = [i for i, index in enumerate(choice) if index >= 0]
+    if verdict.fault.startswith(FAILS) and len(open_regions) > 1:
+        for i in open_regions:
+            alone = [index if other == i else -1 for other, index in enumerate(choice)]
+            found = try_alone(block.layout(alone))
+            if found is not None and found.fault:
+                return i
     for i in open_regions:
         layout = block.regions[i][1].layouts[choice[i]]
         if verdict.layer in (layout.row, *(column.name for column in layout.columns)):
@@ -168,7 +235,7 @@ def _blame(block: BlockPlan, choice: list[int], verdict: Verdict) -> int | None:
 
 
 def _unchecked(block: BlockPlan, name: str) -> tuple[BlockLayout, Verdict]:
-    cut = [layer for layer, source in block.sources.items() if source != "derived"]
+    cut = [layer for layer, source in block.sources.items() if source == "user"]
     why = "the block does not run on made-up values, so a plan for it cannot be checked"
     if cut or block.sequence_dim is not None:
         raise PlanError(
@@ -202,24 +269,21 @@ def _describe_block(applied: AppliedPlan, name: str, part: nn.Module, block: Blo
             if column.shared_heads:
                 kinds[column.name] = f"colwise, {column.shared_heads} heads shared"
         kinds[region.row] = "rowwise, split" if region.gathered else "rowwise"
+        if region.weights:
+            kinds[region.row] = "inner features of every expert"
     kinds.update(dict.fromkeys(layout.attentions, "attention heads"))
     kinds.update(dict.fromkeys(layout.columns, "colwise, gathered"))
     kinds.update(dict.fromkeys(layout.rows, "rowwise, split"))
     for layer, inner in part.named_modules():
         full = f"{name}.{layer}".rstrip(".")
         if layer in kinds:
-            applied.layers.append(LayerPlan(full, kinds[layer], block.sources.get(layer, "derived")))
+            applied.layers.append(LayerPlan(full, kinds[layer], block.sources.get(layer, "derived"), block.remark))
         elif layer.rpartition(".")[0] in layout.attentions and layer:
             continue
-        elif _is_large(inner):
+        elif is_large(inner):
             note = block.notes.get(layer) or ("" if is_linear(inner) else f"{type(inner).__name__} is not cut")
             note = note or "no other layer reads it, and only it, in a way that can be cut"
             applied.layers.append(LayerPlan(full, "replicated", "replicated", note))
-
-
-def _is_large(module: nn.Module) -> bool:
-    """Whether ``module`` itself holds matrices, so that it matters that they stay whole."""
-    return any(parameter is not None and parameter.dim() > 1 for parameter in module._parameters.values())
 
 
 def _wrap_chains(module: nn.Module, plan: Plan, mesh: Mesh, twins: Mapping[str, nn.Module]) -> None:

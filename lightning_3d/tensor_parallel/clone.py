@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 Make = Callable[[str, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Where copies of a block run for trials."""
+
+    device: str = "meta"
+    """``"cpu"`` for blocks whose shapes depend on values (routers)."""
+    narrow: bool = False
+    """Whether float64 tensors become float32, for blocks whose kernels know no float64."""
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The type in which a tensor of ``dtype`` is tried."""
+        return torch.float32 if self.narrow and dtype == torch.float64 else dtype
 
 
 def clone_block(block: nn.Module, make_parameter: Make, make_tensor: Make) -> nn.Module:
@@ -73,17 +88,18 @@ _READS = (
 )
 
 
-def trial_clone(block: nn.Module, device: str = "meta") -> nn.Module:
-    """``block`` on another device without its values, every floating-point parameter trainable, in evaluation mode."""
+def trial_clone(block: nn.Module, ground: Ground) -> nn.Module:
+    """``block`` on another ground without its values, every floating-point parameter trainable, in evaluation mode."""
 
     def empty(_: str, tensor: Tensor) -> Tensor:
-        return trial_tensor(tensor, device)
+        return trial_tensor(tensor, ground)
 
     return clone_block(block, empty, empty).eval()
 
 
-def trial_tensor(tensor: Tensor, device: str) -> Tensor:
-    """A tensor like ``tensor`` on ``device``, of zeros (small numbers for floating-point types)."""
-    if device == "meta":
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    return torch.full(tensor.shape, 0.01 if tensor.is_floating_point() else 0, dtype=tensor.dtype, device=device)
+def trial_tensor(tensor: Tensor, ground: Ground) -> Tensor:
+    """A tensor like ``tensor`` on ``ground``, of zeros (small numbers for floating-point types)."""
+    dtype = ground.dtype(tensor.dtype)
+    if ground.device == "meta":
+        return torch.empty(tensor.shape, dtype=dtype, device="meta")
+    return torch.full(tensor.shape, 0.01 if tensor.is_floating_point() else 0, dtype=dtype, device=ground.device)

@@ -12,6 +12,7 @@ from lightning_3d.collectives import chunk_sizes
 from lightning_3d.placeholder import Placeholder
 from lightning_3d.tensor_parallel.attention import AttentionSettings, to_parallel_attention
 from lightning_3d.tensor_parallel.collectives import gather_from_sequence, reduce_scatter_to_sequence
+from lightning_3d.tensor_parallel.heads import changed, show_own_heads
 from lightning_3d.tensor_parallel.layers import (
     ColumnSettings,
     RowSettings,
@@ -23,6 +24,7 @@ from lightning_3d.tensor_parallel.layers import (
 from lightning_3d.tensor_parallel.layout import BlockLayout, ColumnLayout, Position, RegionLayout
 from lightning_3d.tensor_parallel.parameters import ParameterCut
 from lightning_3d.tensor_parallel.region import Regions
+from lightning_3d.tensor_parallel.weights import convert_weights
 
 Cut = Callable[[str, nn.Parameter, ParameterCut], None]
 """Cuts a parameter, given its name, in place."""
@@ -62,7 +64,7 @@ def shape_hooks(block: nn.Module, layout: BlockLayout, regions: Regions, sequenc
     def enter(places: tuple[Position, ...] | None) -> Callable[..., Any]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             chosen = _tensors(args, kwargs) if places is None else places
-            return _changed(
+            return changed(
                 args,
                 kwargs,
                 chosen,
@@ -92,7 +94,7 @@ def shape_hooks(block: nn.Module, layout: BlockLayout, regions: Regions, sequenc
         def attend(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             query = args[0] if args else kwargs["query"]
             places = [place for place in _tensors(args, kwargs) if _get(args, kwargs, place) is query]
-            return _changed(
+            return changed(
                 args,
                 kwargs,
                 places,
@@ -140,6 +142,8 @@ def draws_random_numbers(module: nn.Module) -> bool:
 
 def region_module(region: RegionLayout) -> str:
     """The innermost module that holds all layers of a region."""
+    if region.weights:
+        return region.row
     names = [*(column.name for column in region.columns), region.row]
     parts = [name.split(".")[:-1] for name in names]
     shared = []
@@ -153,11 +157,19 @@ def region_module(region: RegionLayout) -> str:
 def _convert_region(
     block: nn.Module, region: RegionLayout, regions: Regions, cut: Cut, sequence_dim: int | None
 ) -> None:
+    if region.weights:
+        part = block.get_submodule(region.row)
+        for weight in region.weights:
+            _cut(part, region.row, weight.name, weight.dim, weight.sections, regions, cut)
+        convert_weights(part, region, regions, draws_random_numbers(part))
+        for division in region.divisions:
+            _divide(block.get_submodule(division.module), division.attribute, division.value)
+        return
     random = not region.gathered and draws_random_numbers(block.get_submodule(region_module(region)))
     for column in region.columns:
         module = block.get_submodule(column.name)
         if column.shared_heads:
-            share = _share(features(module)[1], column, regions)
+            share = _share(column, regions)
             to_column(module, ColumnSettings(regions=regions, entry=column.entry, share=share, random=random))
         else:
             convert_column(
@@ -176,13 +188,25 @@ def _convert_region(
     )
     for division in region.divisions:
         _divide(block.get_submodule(division.module), division.attribute, division.value)
+    if region.slices or region.copies or region.views or region.exits:
+        show_own_heads(block.get_submodule(region.around), region, regions.axis)
     if region.entry_module is not None:
         _hook_entry(block.get_submodule(region.entry_module), region, regions, sequence_dim)
 
 
-def _share(out: int, column: ColumnLayout, regions: Regions) -> tuple[int, int]:
-    length = out // column.shared_heads
-    return regions.axis.rank * column.shared_heads // regions.axis.size * length, length
+def _share(column: ColumnLayout, regions: Regions) -> tuple[tuple[int, int], ...]:
+    rank, size = regions.axis.rank, regions.axis.size
+    share, offset = [], 0
+    for index, section in enumerate(column.sections):
+        if index in column.shared_sections:
+            length = section // column.shared_heads
+            start = rank * column.shared_heads // size * length
+        else:
+            length = section // size
+            start = rank * length
+        share.append((offset + start, length))
+        offset += section
+    return tuple(share)
 
 
 def _divide(module: nn.Module, attribute: str, value: int) -> None:
@@ -205,9 +229,9 @@ def _hook_entry(module: nn.Module, region: RegionLayout, regions: Regions, seque
                     done[id(x)] = gather_from_sequence(x, regions.axis, sequence_dim, reduce_gradient=True)
                 return done[id(x)]
 
-            args, kwargs = _changed(args, kwargs, region.gathers, gather)
+            args, kwargs = changed(args, kwargs, region.gathers, gather)
         if region.stand_ins:
-            args, kwargs = _changed(args, kwargs, region.stand_ins, regions.stand_in)
+            args, kwargs = changed(args, kwargs, region.stand_ins, regions.stand_in)
         return args, kwargs
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -255,18 +279,3 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Position]:
 
 def _get(args: tuple[Any, ...], kwargs: dict[str, Any], place: Position) -> Any:
     return args[place] if isinstance(place, int) else kwargs[place]
-
-
-def _changed(
-    args: tuple[Any, ...], kwargs: dict[str, Any], places: Any, change: Callable[[Tensor], Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with ``change`` applied at ``places`` that hold tensors."""
-    changed = list(args)
-    kwargs = dict(kwargs)
-    for place in places:
-        if isinstance(place, int):
-            if place < len(changed) and isinstance(changed[place], Tensor):
-                changed[place] = change(changed[place])
-        elif isinstance(kwargs.get(place), Tensor):
-            kwargs[place] = change(kwargs[place])
-    return tuple(changed), kwargs

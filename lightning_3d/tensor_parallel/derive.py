@@ -17,17 +17,22 @@ from lightning_3d.tensor_parallel.layout import (
     Alternatives,
     ColumnLayout,
     Division,
+    HeadSlice,
+    HeadView,
     Position,
     RegionLayout,
     Rules,
 )
 from lightning_3d.tensor_parallel.observe import OUTPUT, LayerUse, Observation, ancestors
 from lightning_3d.tensor_parallel.region import Entry
+from lightning_3d.tensor_parallel.weights import weight_regions
 
 _HEADS = re.compile(r"(config\.)?(n|num|nb|nr)?_?(attention|attn|query|q)?_?heads?|nhead|h")
 _KV_HEADS = re.compile(r"(config\.)?(n|num)?_?(kv|key_value)_?heads?|multi_query_group_num")
 _GROUPS = re.compile(r"(config\.)?(num_key_value_groups|n_?rep|num_queries_per_kv|kv_groups|q_per_kv|n_groups)")
-_PER_HEAD = re.compile(r".*(head_?dim|head_?size|d_?head|d_?k|d_?kv|head_features)|.*layer_?(idx|id|number)|.*window.*")
+_PER_HEAD = re.compile(
+    r".*(head_?dim|head_?size|d_?head|d_?k|d_?kv|head_features|value_proj_dim)|.*layer_?(idx|id|number)|.*window.*"
+)
 
 
 @dataclass
@@ -41,6 +46,8 @@ class Skeleton:
     """Number of packed parts that a plan names, by column layer."""
     gathered: bool = False
     """Whether a plan wants all that is between the layers to run whole."""
+    ways: list[RegionLayout] = field(default_factory=list)
+    """Ways of cutting it, where they are known from the start."""
 
 
 @dataclass
@@ -56,10 +63,14 @@ class BlockCuts:
     """Why a layer stays whole."""
     odd: list[str] = field(default_factory=list)
     """Layers whose sizes alone forbid that they are cut."""
+    uneven_heads: list[str] = field(default_factory=list)
+    """What to say of attentions whose heads cannot be shared evenly."""
+    attends: bool = False
+    """Whether the heads of some attention can be shared."""
 
 
 def find_cuts(
-    name: str, block: nn.Module, seen: Observation, rules: Rules, tp: int, derive: bool, sequence: bool
+    name: str, block: nn.Module, seen: Observation, rules: Rules, tp: int, derive: bool, sequence: bool, width: int
 ) -> BlockCuts:
     """All that can be cut in a block: what ``rules`` say, and if ``derive``, what the structure says of the rest.
 
@@ -71,10 +82,11 @@ def find_cuts(
         tp: Ranks to cut over.
         derive: Whether layers without a rule are looked at.
         sequence: Whether hidden states are scattered along the sequence between regions.
+        width: Features of the hidden states.
 
     Raises:
         PlanError: when the rules cannot be right.
-        ConfigError: when heads do not divide.
+        ConfigError: when heads or features of layers that the user wants cut do not divide.
     """
     cuts = BlockCuts()
     skeletons = _from_gathering_rules(seen, rules)
@@ -87,8 +99,6 @@ def find_cuts(
         elif rule.style == "rowwise_split":
             _check_even(name, block, layer, features(block.get_submodule(layer))[0], tp)
             cuts.rows[layer] = rule.source
-        elif rule.style == "unknown":
-            cuts.notes[layer] = f"the model plan's {rule.pattern.rpartition(' ')[2]!r} is not supported"
     skeletons += _from_rules(name, seen, rules)
     if derive:
         taken = set(rules) | {use.name for s in skeletons for use in (*s.columns, s.row)}
@@ -96,13 +106,20 @@ def find_cuts(
         for layer in seen.layers:
             module = block.get_submodule(layer)
             if isinstance(module, nn.MultiheadAttention):
-                if is_parallelizable(module):
-                    _check_heads(f"{name}.{layer}", module.num_heads, module.num_heads, tp)
+                uneven = _uneven_heads(f"{name}.{layer}", module.num_heads, module.num_heads, tp)
+                if uneven:
+                    cuts.uneven_heads.append(uneven)
+                    cuts.notes[layer] = f"{module.num_heads} attention heads do not divide by tensor_parallel={tp}"
+                elif is_parallelizable(module):
                     cuts.attentions[layer] = "derived"
+                    cuts.attends = True
                 else:
                     cuts.notes[layer] = "add_bias_kv, add_zero_attn and own forwards are not cut"
+        skeletons += _from_weights(block, seen, tp, sequence, width, cuts)
     for skeleton in skeletons:
-        alternatives = Alternatives(list(_alternatives(name, block, seen, skeleton, tp, sequence, cuts)))
+        alternatives = Alternatives(
+            skeleton.ways or list(_alternatives(name, block, seen, skeleton, tp, sequence, cuts))
+        )
         if alternatives.layouts:
             cuts.regions.append((skeleton, alternatives))
     return cuts
@@ -174,6 +191,24 @@ def _from_structure(block: nn.Module, seen: Observation, taken: set[str]) -> lis
     return skeletons
 
 
+def _from_weights(
+    block: nn.Module, seen: Observation, tp: int, sequence: bool, width: int, cuts: BlockCuts
+) -> list[Skeleton]:
+    """Modules that hold the matrices of many experts themselves."""
+    skeletons = []
+    for path, module in block.named_modules():
+        if not path or path not in seen.called:
+            continue
+        ways, why = weight_regions(path, module, width, tp, seen.sizes.get(path, {}))
+        if sequence and ways:
+            ways, why = [], "experts stay whole under sequence parallelism"
+        if ways:
+            skeletons.append(Skeleton([], LayerUse(path, 0), "derived", ways=ways))
+        elif why:
+            cuts.notes[path] = why
+    return skeletons
+
+
 def _alternatives(
     name: str, block: nn.Module, seen: Observation, skeleton: Skeleton, tp: int, sequence: bool, cuts: BlockCuts
 ) -> Iterator[RegionLayout]:
@@ -186,12 +221,20 @@ def _alternatives(
     plain = RegionLayout(tuple(ColumnLayout(use.name, (outs[use.name],)) for use in skeleton.columns), row.name)
     around = region_module(plain)
     heads, kv_heads, head_dim = _head_counts(block, around, width, seen)
-    if heads and not skeleton.gathered:
-        _check_heads(f"{name}.{around}".rstrip("."), heads, kv_heads, tp)
+    own = skeleton.gathered and skeleton.source == "user"
+    uneven_heads = _uneven_heads(f"{name}.{around}".rstrip("."), heads, kv_heads, tp) if heads and not own else ""
+    if uneven_heads and skeleton.source == "user":
+        raise ConfigError(uneven_heads)
+    if uneven_heads and not skeleton.gathered:
+        cuts.uneven_heads.append(uneven_heads)
+        said = f"{heads} query and {kv_heads} key/value heads cannot be shared by tensor_parallel={tp}"
+        cuts.notes.update(dict.fromkeys((*outs, row.name), said))
+        return
+    cuts.attends = cuts.attends or bool(heads)
     odd = [f"{layer} ({size})" for layer, size in (*outs.items(), (row.name, width)) if size % tp]
     if odd and not (heads and kv_heads < tp):
         message = f"features of {', '.join(odd)} do not divide by tensor_parallel={tp}"
-        if not derived:
+        if skeleton.source == "user":
             raise ConfigError(
                 f"{name}: {message}, so {row.name} and the layers it reads cannot be cut. Choose a tensor_parallel size"
                 " that divides them, or make them 'replicate'."
@@ -199,35 +242,98 @@ def _alternatives(
         cuts.notes.update(dict.fromkeys((*outs, row.name), message))
         cuts.odd.append(message)
         return
-    shared = {
-        layer
-        for layer, size in outs.items()
-        if heads and kv_heads < tp and size == kv_heads * head_dim and size < width
-    }
+    few, kv_width = bool(heads and kv_heads < tp), kv_heads * head_dim
+    shared = {layer for layer, size in outs.items() if few and size == kv_width and size < width}
+    packed = {layer for layer, size in outs.items() if few and size == width + 2 * kv_width and kv_width < width}
     sections = [
-        [(outs[use.name],)] if use.name in shared else _section_choices(use, outs[use.name], width, skeleton.parts)
+        [(outs[use.name],)]
+        if use.name in shared
+        else [(width, kv_width, kv_width)]
+        if use.name in packed
+        else _section_choices(use, outs[use.name], width, skeleton.parts)
         for use in skeleton.columns
     ]
+    shared |= packed
     sizes = _sizes_read(seen, around)
     widths = {width, *outs.values(), *(size for choices in sections for parts in choices for size in parts)}
     divisions = list(_division_choices(sizes, widths, width, tp, heads, kv_heads, bool(shared)))
     entries = list(_entries(seen, skeleton, sequence))
-    for chosen, (entry, stand_ins, gathers, modes), divided in itertools.product(
-        itertools.product(*sections), entries, divisions
+    showings = list(_showings(block, seen, skeleton, around, heads, width))
+    for chosen, (entry, stand_ins, gathers, modes), divided, (slices, copies, views) in itertools.product(
+        itertools.product(*sections), entries, divisions, showings
     ):
         uneven = (size % tp for parts, use in zip(chosen, skeleton.columns, strict=True) for size in parts)
-        if skeleton.gathered or (not shared and any(uneven)):
+        if own or uneven_heads or (not shared and any(uneven)):
             continue
         columns = tuple(
-            ColumnLayout(use.name, parts, modes[use.name], kv_heads if use.name in shared else 0)
+            ColumnLayout(
+                use.name,
+                parts,
+                modes[use.name],
+                kv_heads if use.name in shared else 0,
+                (1, 2) if use.name in packed else (0,),
+            )
             for use, parts in zip(skeleton.columns, chosen, strict=True)
         )
-        yield RegionLayout(columns, row.name, divided, entry, stand_ins, gathers, inner=inner)
+        yield RegionLayout(
+            columns,
+            row.name,
+            divided,
+            entry,
+            stand_ins,
+            gathers,
+            inner=inner,
+            around=around,
+            slices=slices,
+            copies=copies,
+            views=views,
+        )
     if (derived or skeleton.gathered) and not odd:
         for entry, stand_ins, gathers, modes in entries:
             if not stand_ins:
                 columns = tuple(replace(c, entry=modes[c.name]) for c in plain.columns)
                 yield replace(plain, columns=columns, entry_module=entry, gathers=gathers, gathered=True)
+
+
+def _showings(
+    block: nn.Module, seen: Observation, skeleton: Skeleton, around: str, heads: int, width: int
+) -> Iterator[tuple[tuple[HeadSlice, ...], tuple[Position, ...], tuple[HeadView, ...]]]:
+    """What the module around a region may have to be shown differently: arguments, and tensors it holds."""
+    if not around or (skeleton.gathered and not heads):
+        yield (), (), ()
+        return
+    sources = {use.source for use in skeleton.columns}
+    feeding = {place for place, (source, _) in seen.inputs.get(around, {}).items() if source in sources}
+    slices = []
+    for place, shape in seen.shapes.get(around, {}).items():
+        # [batch, heads, ...] or [batch * heads, ...]
+        dim = {4: 1, 3: 0}.get(len(shape), -1)
+        fits = dim >= 0 and (shape[dim] == heads or (dim == 0 and shape[0] > 0 and shape[0] % max(1, heads) == 0))
+        if heads > 1 and fits and place not in feeding:
+            slices.append(HeadSlice(place, dim, heads))
+    copies = tuple(place for place in seen.trained.get(around, ()) if place not in feeding)
+    views = tuple(_views(block, skeleton, around, heads)) if heads > 1 else ()
+    wide = tuple(_views(block, skeleton, around, width)) if not heads else ()
+    slicings = dict.fromkeys((tuple(slices), *((one,) for one in slices if len(slices) < 4), ()))
+    for sliced, copied, viewed in itertools.product(
+        slicings, dict.fromkeys(((), copies)), dict.fromkeys((views, wide, ()))
+    ):
+        left = {part.place for part in sliced}
+        yield sliced, tuple(place for place in copied if place not in left), viewed
+
+
+def _views(block: nn.Module, skeleton: Skeleton, around: str, size: int) -> Iterator[HeadView]:
+    """Parameters read between the layers of a region, and buffers there, with a dim of ``size``."""
+    for path, module in block.get_submodule(around).named_modules():
+        full = f"{around}.{path}".rstrip(".")
+        if is_linear(module) or isinstance(module, nn.modules.batchnorm._NormBase):
+            continue  # running statistics would be those of one rank's piece
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or (key in module._parameters and f"{full}.{key}" not in skeleton.row.parameters):
+                continue
+            dims = [dim for dim, length in enumerate(tensor.shape) if length == size]
+            if dims:
+                yield HeadView(full, key, dims[-1])
 
 
 def _section_choices(use: LayerUse, out: int, width: int, named: dict[str, int]) -> list[tuple[int, ...]]:
@@ -333,7 +439,7 @@ def _head_counts(block: nn.Module, around: str, width: int, seen: Observation) -
     config = getattr(module, "config", None)
     like_attention = "att" in f"{around} {type(module).__name__}".lower() or hasattr(module, "head_dim")
     if config is not None and like_attention:
-        holders.append(dict(_whole_numbers(config)))
+        holders.append(dict(whole_numbers(config)))
     heads = _first(holders, _HEADS)
     if not heads or width % heads:
         return 0, 0, 0
@@ -344,7 +450,8 @@ def _head_counts(block: nn.Module, around: str, width: int, seen: Observation) -
     return heads, kv_heads, head_dim
 
 
-def _whole_numbers(config: object) -> Iterator[tuple[str, int]]:
+def whole_numbers(config: object) -> Iterator[tuple[str, int]]:
+    """Numbers of heads that a configuration names."""
     for name in ("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_heads", "head_dim"):
         value = getattr(config, name, None)
         if type(value) is int:
@@ -359,19 +466,21 @@ def _first(holders: list[dict[str, object]], pattern: re.Pattern[str]) -> int:
     return 0
 
 
-def _check_heads(name: str, heads: int, kv_heads: int, tp: int) -> None:
+def _uneven_heads(name: str, heads: int, kv_heads: int, tp: int) -> str:
+    """Why heads cannot be shared; empty if they can."""
     if heads % tp:
         fitting = [size for size in range(1, heads + 1) if heads % size == 0]
-        raise ConfigError(
+        return (
             f"{name} has {heads} attention heads, which cannot be shared evenly by tensor_parallel={tp} ranks. Choose"
             f" tensor_parallel from {fitting}, or a number of heads that divides by {tp}."
         )
     if kv_heads % tp and tp % kv_heads:
         fitting = [size for size in range(1, heads + 1) if heads % size == 0 and (kv_heads % size == 0)]
-        raise ConfigError(
+        return (
             f"{name} has {kv_heads} key/value heads for {heads} query heads, and tensor_parallel={tp} neither divides"
             f" nor is a multiple of {kv_heads}. Choose tensor_parallel from {fitting}."
         )
+    return ""
 
 
 def _check_even(name: str, block: nn.Module, layer: str, size: int, tp: int) -> None:

@@ -11,9 +11,11 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_3d.tensor_parallel.clone import without_hooks
 from lightning_3d.tensor_parallel.collectives import (
     gather_from_tp,
     reduce_from_tp,
@@ -36,7 +38,7 @@ class ColumnSettings:
     """Lengths of all ranks' outputs, when the output is gathered."""
     sharded_logits: bool = False
     """Give :class:`ShardedLogits` instead of gathering."""
-    share: tuple[int, int] | None = None
+    share: tuple[tuple[int, int], ...] = ()
     """``(start, length)`` of the output features this rank uses of a weight that every rank holds whole."""
     random: bool = False
     """Whether random numbers are drawn before the row layer."""
@@ -87,12 +89,12 @@ class Column(nn.Module):
         settings = self._column
         regions = settings.regions
         weight, bias = self.weight, self.bias
-        fused = self._kind is _Straight and settings.share is None and is_fusible(x, weight, bias)
+        fused = self._kind is _Straight and not settings.share and is_fusible(x, weight, bias)
         sums = fused and settings.alone and settings.entry == "copy"
         x = regions.whole(x) if sums else regions.enter(x, settings.entry)
-        if settings.share is not None:
-            weight = weight.narrow(self._kind.out_dim, *settings.share)
-            bias = None if bias is None else bias.narrow(0, *settings.share)
+        if settings.share:
+            weight = _pieces(weight, self._kind.out_dim, settings.share)
+            bias = None if bias is None else _pieces(bias, 0, settings.share)
         if fused:
             y = column_linear(x, weight, bias, regions.axis if sums else None)
         else:
@@ -148,6 +150,11 @@ class RowParallelLinear(Row, nn.Linear):
     _kind = _Straight
 
 
+def _pieces(whole: Tensor, dim: int, share: tuple[tuple[int, int], ...]) -> Tensor:
+    pieces = [whole.narrow(dim, start, length) for start, length in share]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Whether ``module`` is Hugging Face's Conv1D, a linear layer with weight ``[in, out]``."""
     return any(
@@ -158,12 +165,37 @@ def is_conv1d(module: nn.Module) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Whether ``module`` is a linear layer that can be converted: one which computes what its class says."""
     if isinstance(module, nn.Linear):
-        plain = type(module).forward is nn.Linear.forward
+        plain = type(module).forward is nn.Linear.forward or _computes_linear(module)
     else:
         plain = is_conv1d(module)
     if not plain or "forward" in vars(module) or not isinstance(module._parameters.get("weight"), Tensor):
         return False
     return not hasattr(module, "parametrizations")
+
+
+_LINEAR: dict[type, bool] = {}
+
+
+def _computes_linear(module: nn.Linear) -> bool:
+    """Whether a subclass with a forward of its own computes what ``nn.Linear`` does, tried on small numbers."""
+    cls = type(module)
+    if module._modules or not set(module._parameters) <= {"weight", "bias"}:
+        return False
+    if cls not in _LINEAR:
+        twin = cls.__new__(cls)
+        generator = torch.Generator().manual_seed(0)
+        weight, bias, x = (torch.randn(shape, generator=generator) for shape in ((3, 5), (3,), (2, 4, 5)))
+        parameters = {"weight": nn.Parameter(weight), "bias": None if module.bias is None else nn.Parameter(bias)}
+        vars(twin).update({**vars(module), **without_hooks(module), "_parameters": parameters})
+        vars(twin).update({"in_features": 5, "out_features": 3})
+        expected = F.linear(x, weight, None if module.bias is None else bias)
+        try:
+            with torch.no_grad():
+                found = twin(x)
+            _LINEAR[cls] = found.shape == expected.shape and bool(torch.allclose(found, expected, atol=1e-5))
+        except Exception:
+            _LINEAR[cls] = False
+    return _LINEAR[cls]
 
 
 def features(module: nn.Module) -> tuple[int, int]:

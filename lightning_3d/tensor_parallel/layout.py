@@ -31,14 +31,45 @@ class ColumnLayout:
     entry: Entry = "copy"
     shared_heads: int = 0
     """Key/value heads of a layer that has fewer of them than there are ranks; its weight stays whole."""
+    shared_sections: tuple[int, ...] = (0,)
+    """Which sections hold those heads."""
+
+
+@dataclass(frozen=True)
+class HeadSlice:
+    """An argument with a dim of heads, of which a module is shown the rank's own."""
+
+    place: Position
+    dim: int
+    heads: int
+    """Number of heads of the whole; a longer dim is one of ``batch * heads``."""
+
+
+@dataclass(frozen=True)
+class HeadView:
+    """A parameter or buffer of which a module is shown the rank's own piece while it runs; it is held whole."""
+
+    module: str
+    name: str
+    dim: int
+
+
+@dataclass(frozen=True)
+class WeightCut:
+    """A parameter of several matrices (experts) that is cut."""
+
+    name: str
+    dim: int
+    sections: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class RegionLayout:
-    """Column layers and the row layer that reads all of them."""
+    """Column layers and the row layer that reads all of them, or one module whose own parameters are cut."""
 
     columns: tuple[ColumnLayout, ...]
     row: str
+    """The row layer, or the module with the parameters of ``weights``."""
     divisions: tuple[Division, ...] = ()
     entry_module: str | None = None
     """Module whose arguments are changed on entry; ``None`` when the column layers see to it."""
@@ -50,6 +81,18 @@ class RegionLayout:
     """Whether column outputs are gathered and the row layer splits its input, so that all between runs whole."""
     inner: tuple[str, ...] = ()
     """Whole parameters read between column and row layers, whose gradients are partial."""
+    around: str = ""
+    """The innermost module that holds all these layers; ``slices``, ``copies``, ``views`` and ``exits`` are its."""
+    slices: tuple[HeadSlice, ...] = ()
+    copies: tuple[Position, ...] = ()
+    """Arguments read between column and row layers, so that their gradients are partial."""
+    views: tuple[HeadView, ...] = ()
+    exits: tuple[tuple[int, int], ...] = ()
+    """``(leaf, dim)`` of what the module returns with the rank's own heads and others want whole."""
+    weights: tuple[WeightCut, ...] = ()
+    """Parameters of the module ``row`` that are cut, instead of layers in it."""
+    added: tuple[str, ...] = ()
+    """Biases of it that every rank would add, so that each adds its share."""
 
 
 @dataclass(frozen=True)

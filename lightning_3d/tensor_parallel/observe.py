@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_3d.tensor_parallel.clone import GuessValues, trial_clone, trial_tensor
+from lightning_3d.tensor_parallel.clone import Ground, GuessValues, trial_clone, trial_tensor
 from lightning_3d.tensor_parallel.layers import is_linear
 from lightning_3d.tensor_parallel.layout import Position
 from lightning_3d.tensor_parallel.probe import BlockCall
@@ -51,32 +51,39 @@ class Observation:
     """By module: whole-number attributes (also ``config.name``) that its code read."""
     inputs: dict[str, dict[Position, tuple[int, bool]]] = field(default_factory=dict)
     """By module: ``id`` of tensor arguments, and whether they depend on the hidden states."""
+    shapes: dict[str, dict[Position, tuple[int, ...]]] = field(default_factory=dict)
+    """By module: shapes of tensor arguments of any type."""
+    trained: dict[str, tuple[Position, ...]] = field(default_factory=dict)
+    """By module: arguments that are arguments of the block too, other than its hidden states, and need a gradient."""
+    called: set[str] = field(default_factory=set)
+    """Modules that ran exactly once."""
 
 
-def observe(block: nn.Module, call: BlockCall, device: str = "meta") -> Observation:
+def observe(block: nn.Module, call: BlockCall, ground: Ground) -> Observation:
     """Run a copy of ``block`` once, without its values.
 
     Args:
         block: The original; left as it is.
         call: How it is called.
-        device: ``"meta"``, or ``"cpu"`` for blocks whose shapes depend on values (routers).
+        ground: Where to run.
 
     Raises:
         Exception: whatever the block raises when it cannot run like that.
     """
-    twin = trial_clone(block, device)
+    twin = trial_clone(block, ground)
     watch = _Watch(twin)
     leaves, spec = call.leaves()
     hidden = call.hidden
-    leaves = [trial_tensor(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    leaves = [trial_tensor(leaf, ground) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     if hidden >= 0:
         leaves[hidden] = leaves[hidden].detach().requires_grad_()
         watch.hidden = leaves[hidden]
         leaves[hidden] = leaves[hidden].view_as(leaves[hidden])  # not a leaf: blocks may write into it
+    watch.trained = {id(leaves[index]) for index in call.trained if index != hidden}
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), watch, GuessValues():
         output = twin(*args, **kwargs)
-    return watch.finish(output)
+    return watch.finish(call.outputs(output))
 
 
 class _Mark(torch.autograd.Function):
@@ -95,6 +102,7 @@ class _Mark(torch.autograd.Function):
 class _Watch:
     def __init__(self, block: nn.Module) -> None:
         self.hidden: Tensor | None = None
+        self.trained: set[int] = set()
         self._block = block
         self._parameters = {id(parameter): name for name, parameter in block.named_parameters()}
         self._found = Observation()
@@ -150,7 +158,10 @@ class _Watch:
     def _arguments(self, name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._keep.append((args, kwargs))
+            self._calls[name] = self._calls.get(name, 0) + 1
             places: list[tuple[Position, Any]] = [*enumerate(args), *kwargs.items()]
+            self._found.shapes.setdefault(name, {p: tuple(x.shape) for p, x in places if isinstance(x, Tensor)})
+            self._found.trained.setdefault(name, tuple(place for place, x in places if id(x) in self.trained))
             self._found.inputs.setdefault(
                 name,
                 {
@@ -174,7 +185,7 @@ class _Watch:
         if self._active:
             self._found.sizes.setdefault(name, {})[attribute] = value
 
-    def finish(self, output: Any) -> Observation:
+    def finish(self, outputs: dict[int, Tensor]) -> Observation:
         self._active = False
         found = self._found
         readers: dict[str, set[str]] = {name: set() for name in found.layers}
@@ -185,8 +196,9 @@ class _Watch:
             use.parameters = frozenset(reach.parameters)
             for source in reach.layers:
                 readers[source].add(name)
-        ends = [x.grad_fn for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
-        for source in self._reach(ends, splits).layers:
+        # Of the others it is known when a layout is tried whether they stay whole.
+        leading = next(iter(outputs.values()))
+        for source in self._reach([leading.grad_fn], splits).layers:
             readers[source].add(OUTPUT)
         found.readers = {name: frozenset(names) for name, names in readers.items()}
         for name, use in found.layers.items():
@@ -194,6 +206,7 @@ class _Watch:
                 found.layers[source].depends_on_hidden for source in use.reads if source in found.layers
             )
             use.splits = _sections(splits.get(name, []))
+        found.called = {name for name, count in self._calls.items() if count == 1}
         twice = {name for name, count in self._calls.items() if count > 1}
         found.layers = {name: use for name, use in found.layers.items() if name not in twice}
         return found

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_3d.collectives import chunk_sizes
+from lightning_3d.initialization import following
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class ParameterCut:
 
 def cut_parameter(parameter: nn.Parameter, cut: ParameterCut, tp_mesh: DeviceMesh, rank: int) -> nn.Parameter:
     """A DTensor parameter that holds the pieces of ``parameter`` that belong to ``rank``."""
-    local = cut.take(parameter.detach(), rank)
+    with following():  # the pieces of a parameter without memory are a recipe too
+        local = cut.take(parameter.detach(), rank)
     sharded = DTensor.from_local(
         local,
         tp_mesh,

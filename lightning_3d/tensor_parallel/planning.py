@@ -5,19 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from torch import Size, Tensor, nn
+from torch import Tensor, nn
 
 from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError, PlanError
-from lightning_3d.tensor_parallel.derive import BlockCuts, find_cuts
+from lightning_3d.tensor_parallel.clone import Ground
+from lightning_3d.tensor_parallel.derive import BlockCuts, find_cuts, whole_numbers
 from lightning_3d.tensor_parallel.embedding import is_embedding
 from lightning_3d.tensor_parallel.layers import features, is_linear
 from lightning_3d.tensor_parallel.layout import Alternatives, BlockLayout, LayerPlan, Position, RegionLayout, Rule
 from lightning_3d.tensor_parallel.observe import Observation, observe
 from lightning_3d.tensor_parallel.probe import BlockCall, Calls, probe
 from lightning_3d.tensor_parallel.rules import model_rules, user_rules
-from lightning_3d.tensor_parallel.trial import output_shape, shape_fault
+from lightning_3d.tensor_parallel.trial import Trial
 
 _POSITION_TABLE = re.compile(r"(^|[._])(wpe|w?pos|position|token_type|segment|type)", re.IGNORECASE)
 
@@ -33,8 +35,6 @@ class BlockPlan:
     names: tuple[str, ...]
     call: BlockCall | None
     """How such a block is called; ``None`` when no attempt to run the model reached one."""
-    device: str = "meta"
-    """Where copies of it run for trials of shapes."""
     fixed: BlockLayout = field(default_factory=BlockLayout)
     """What has one way of being cut."""
     regions: list[tuple[str, Alternatives]] = field(default_factory=list)
@@ -45,6 +45,14 @@ class BlockPlan:
     """Why a layer stays whole."""
     sequence_dim: int | None = None
     """Dim along which hidden states are scattered."""
+    remark: str = ""
+    """Why the model's own plan was not followed."""
+    uneven: list[str] = field(default_factory=list)
+    """What to say if no attention of the model can be cut."""
+    odd: list[str] = field(default_factory=list)
+    """What to say if nothing of the model can be cut."""
+    attends: bool = False
+    """Whether the heads of some attention are cut."""
 
     def layout(self, choice: Sequence[int]) -> BlockLayout:
         """The layout with the ``choice[i]``-th way of cutting region i; -1 leaves the region whole."""
@@ -117,22 +125,60 @@ def plan(module: nn.Module, blocks: Sequence[Sequence[str]], config: ParallelCon
         sequence_parallel=config.sequence_parallel,
         loss_parallel=config.loss_parallel,
     )
-    names = [name for chain in blocks for name in chain] or _bodies(module)
+    chained = {name for chain in blocks for name in chain}
+    names = [*(name for chain in blocks for name in chain)]
+    names += repeated(module, names)
+    names = names or _bodies(module)
     if config.sequence_parallel and not blocks:
         raise ConfigError(
             "sequence_parallel=True scatters the sequence over a chain of blocks, and no repeated layers were found."
             " Name them with pipeline_blocks, or use sequence_parallel=False."
         )
-    kinds = _kinds(module, names, rules)
+    kinds = _kinds(module, names, rules, chained)
     # Batch and sequence both divide by the ranks and differ, so that a mix-up of the two shows.
     batch, length = tp_size, tp_size * max(2, -(-8 // tp_size))
     calls = probe(module, [kind[0] for kind in kinds], batch, length)
     for kind in kinds:
-        made.blocks.append(
-            _plan_kind(module, kind, calls, rules, tp_size, derive, config.sequence_parallel, (batch, length))
-        )
+        sequence = config.sequence_parallel and kind[0] in chained
+        made.blocks.append(_plan_kind(module, kind, calls, rules, tp_size, derive, sequence, (batch, length)))
     _plan_outside(module, names, rules, derive, calls, made)
+    _refuse_sizes(made)
     return made
+
+
+def _refuse_sizes(made: Plan) -> None:
+    """Say which sizes would work, where those of the model and the ranks leave no attention, or nothing, to cut."""
+    uneven = [message for block in made.blocks for message in block.uneven]
+    if uneven and not any(block.attends for block in made.blocks):
+        raise ConfigError(uneven[0])
+    odd = [(block.names[0], block.odd) for block in made.blocks if block.odd]
+    if odd and not any(block.regions or block.fixed.names for block in made.blocks):
+        name, messages = odd[0]
+        raise ConfigError(
+            f"{name}: {'; '.join(messages)}, so nothing of this block can be shared by {made.tp} ranks. Choose a"
+            " tensor_parallel size that divides them, or say in tp_plan which other layers to cut."
+        )
+
+
+def repeated(module: nn.Module, known: Sequence[str]) -> list[str]:
+    """Layers with something to cut in lists outside the ``known`` blocks, not looking for lists inside of lists.
+
+    A pipeline runs one chain of blocks, but layers of every list can be shared by tensor-parallel ranks.
+    """
+    found: list[str] = []
+    taken = tuple(f"{name}." for name in known)
+    for name, part in module.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in found)
+        around = any(prefix.startswith(f"{name}.") for prefix in taken)
+        if not isinstance(part, nn.ModuleList) or inside or around or name.startswith(taken):
+            continue
+        found += [f"{name}.{key}".lstrip(".") for key, child in part.named_children() if _cuttable(child)]
+    return found
+
+
+def _cuttable(block: nn.Module) -> bool:
+    parts = list(block.modules())
+    return sum(is_linear(part) for part in parts) > 1 or any(isinstance(p, nn.MultiheadAttention) for p in parts)
 
 
 def _bodies(module: nn.Module) -> list[str]:
@@ -140,13 +186,14 @@ def _bodies(module: nn.Module) -> list[str]:
     return [name for name, part in module.named_children() if sum(is_linear(inner) for inner in part.modules()) > 1]
 
 
-def _kinds(module: nn.Module, names: Sequence[str], rules: dict[str, Rule]) -> list[tuple[str, ...]]:
+def _kinds(module: nn.Module, names: Sequence[str], rules: dict[str, Rule], chained: set[str]) -> list[tuple[str, ...]]:
     groups: dict[object, list[str]] = {}
     for name in names:
         block = module.get_submodule(name)
-        facts: list[object] = []
+        facts: list[object] = [name in chained]
         for path, part in block.named_modules():
             heads = tuple((k, v) for k, v in sorted(vars(part).items()) if "head" in k and isinstance(v, int))
+            heads += tuple(whole_numbers(vars(part).get("config")))
             shapes = tuple((k, None if p is None else tuple(p.shape)) for k, p in part._parameters.items())
             rule = rules.get(f"{name}.{path}") if path else None
             facts.append((path, type(part), shapes, heads, None if rule is None else (rule.style, rule.parts)))
@@ -167,16 +214,43 @@ def _plan_kind(
     name = names[0]
     block = module.get_submodule(name)
     inside = {layer.removeprefix(f"{name}."): rule for layer, rule in rules.items() if layer.startswith(f"{name}.")}
-    call, seen, device, fault = _observed(block, calls.blocks.get(name) or calls.entered.get(name), *made_up)
-    made = BlockPlan(names, call, device)
+    call, seen, ground, fault = _observed(block, calls.blocks.get(name) or calls.entered.get(name), *made_up)
     if call is None or seen is None:
+        made = BlockPlan(names, call)
         _without_observation(name, block, inside, made, sequence, fault)
         return made
-    cuts = find_cuts(name, block, seen, inside, tp, derive, sequence)
-    made.notes = cuts.notes
+    look = partial(_plan_observed, module, names, call, seen, ground, tp, derive, sequence)
+    if not any(rule.source == "model plan" for rule in inside.values()):
+        return look(inside)
+    try:
+        return look(inside)
+    except (PlanError, ConfigError) as error:
+        made = look({})
+        made.remark = f"the model's own plan cannot be followed: {error}"
+        return made
+
+
+def _plan_observed(
+    module: nn.Module,
+    names: tuple[str, ...],
+    call: BlockCall,
+    seen: Observation,
+    ground: Ground,
+    tp: int,
+    derive: bool,
+    sequence: bool,
+    inside: dict[str, Rule],
+) -> BlockPlan:
+    name = names[0]
+    block = module.get_submodule(name)
+    made = BlockPlan(names, call)
+    leaves = call.leaves()[0]
+    width = leaves[call.hidden].shape[-1] if call.hidden >= 0 else 0
+    cuts = find_cuts(name, block, seen, inside, tp, derive, sequence, width)
+    made.notes, made.uneven, made.odd, made.attends = cuts.notes, cuts.uneven_heads, cuts.odd, cuts.attends
     if sequence:
         made.sequence_dim = _sequence_dim(block, call)
-        found = call.leaves()[0][call.hidden].shape[made.sequence_dim] if call.hidden >= 0 else 0
+        found = leaves[call.hidden].shape[made.sequence_dim] if call.hidden >= 0 else 0
         if found == 0 or found % tp:
             raise PlanError(
                 f"sequence_parallel cannot be checked for {name}: the example's sequence of {found} does not divide by"
@@ -185,16 +259,10 @@ def _plan_kind(
             )
     made.fixed = BlockLayout((), tuple(cuts.attentions), tuple(cuts.columns), tuple(cuts.rows))
     made.sources = {**cuts.attentions, **cuts.columns, **cuts.rows}
-    _fit_shapes(name, block, call, cuts, made, tp)
-    if cuts.odd and not made.regions and not made.fixed.names:
-        raise ConfigError(
-            f"{name}: {'; '.join(cuts.odd)}, so nothing of this block can be shared by {tp} ranks. Choose a"
-            " tensor_parallel size that divides them, or say in tp_plan which other layers to cut."
-        )
+    trial = Trial.of(block, call, ground, tp, made.sequence_dim)
+    _fit_shapes(name, trial, cuts, made)
     if sequence:
-        layout = made.layout([0] * len(made.regions))
-        whole = output_shape(block, call, made.device)
-        fault = shape_fault(block, call, whole, layout, tp, made.sequence_dim, made.device)
+        fault = trial.fault(made.layout([0] * len(made.regions)))
         if fault:
             raise PlanError(
                 f"sequence_parallel cannot be used with {name}: with a piece of the sequence between its attention and"
@@ -206,17 +274,19 @@ def _plan_kind(
 
 def _observed(
     block: nn.Module, call: BlockCall | None, batch: int, length: int
-) -> tuple[BlockCall | None, Observation | None, str, str]:
+) -> tuple[BlockCall | None, Observation | None, Ground, str]:
     """A call of the block and what it showed where; a made-up call if the model showed none; or what went wrong."""
     fault = ""
     small = sum(parameter.numel() for parameter in block.parameters()) <= _REAL_UP_TO
+    grounds = [Ground(), *([Ground("cpu")] if small else []), Ground(narrow=True)]
+    grounds += [Ground("cpu", narrow=True)] if small else []
     for candidate in [call] if call is not None else _guesses(block, batch, length):
-        for device in ("meta", "cpu") if small else ("meta",):
+        for ground in grounds:
             try:
-                return candidate, observe(block, candidate, device), device, ""
+                return candidate, observe(block, candidate, ground), ground, ""
             except Exception as error:
                 fault = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return None, None, "", fault or "no linear layer tells the size of its hidden states"
+    return None, None, Ground(), fault or "no linear layer tells the size of its hidden states"
 
 
 def _guesses(block: nn.Module, batch: int, length: int) -> list[BlockCall]:
@@ -242,9 +312,8 @@ def _without_observation(
     made.notes = {layer: f"{why}; {advice}" for layer, part in block.named_modules() if is_linear(part)}
 
 
-def _fit_shapes(name: str, block: nn.Module, call: BlockCall, cuts: BlockCuts, made: BlockPlan, tp: int) -> None:
+def _fit_shapes(name: str, trial: Trial, cuts: BlockCuts, made: BlockPlan) -> None:
     """Keep the ways of cutting each region that fit the shapes of the block's code."""
-    whole = output_shape(block, call, made.device) if cuts.regions else ""
     first = [ways.layouts[0] for _, ways in cuts.regions]
     found: dict[int, tuple[list[RegionLayout], str]] = {}
     missing, before = list(range(len(first))), 0
@@ -254,42 +323,35 @@ def _fit_shapes(name: str, block: nn.Module, call: BlockCall, cuts: BlockCuts, m
             # Other regions stay whole here, which under sequence parallelism they cannot: tried with the first of each,
             # and once more when it is known which of theirs fit.
             others = [] if made.sequence_dim is None else [*first[:index], *first[index + 1 :]]
-            found[index] = _fitting(block, call, whole, cuts.regions[index][1], others, made, tp)
+            found[index] = _fitting(trial, cuts.regions[index][1], others, made)
             first[index] = next(iter(found[index][0]), first[index])
         missing = [index for index in missing if not found[index][0]] if made.sequence_dim is not None else []
     for index, (skeleton, _) in enumerate(cuts.regions):
         fitting, fault = found[index]
         layers = (*(use.name for use in skeleton.columns), skeleton.row.name)
+        said = "tp_plan" if skeleton.source == "user" else "model's own plan"
         if fitting:
             made.regions.append((skeleton.source, Alternatives(fitting)))
             made.sources.update(dict.fromkeys(layers, skeleton.source))
         elif skeleton.source == "derived":
             made.notes.update(dict.fromkeys(layers, f"its code does not run on a part of the features ({fault})"))
         else:
-            said = "tp_plan" if skeleton.source == "user" else "model's own plan"
             raise PlanError(
-                f"The {said} for {', '.join(f'{name}.{layer}' for layer in layers)} cannot be right: with one of {tp}"
-                f" ranks' share of their features the block fails ({fault}). Check packed parts ('colwise:3') and head"
-                " counts, make these layers 'replicate', or use tp_plan='auto'."
+                f"The {said} for {', '.join(f'{name}.{layer}' for layer in layers)} cannot be right: with one of"
+                f" {trial.tp} ranks' share of their features the block fails ({fault}). Check packed parts ('colwise:3') and"
+                " head counts, make these layers 'replicate', or use tp_plan='auto'."
             )
 
 
 def _fitting(
-    block: nn.Module,
-    call: BlockCall,
-    whole: Size | str,
-    ways: Alternatives,
-    others: list[RegionLayout],
-    made: BlockPlan,
-    tp: int,
+    trial: Trial, ways: Alternatives, others: list[RegionLayout], made: BlockPlan
 ) -> tuple[list[RegionLayout], str]:
     """The first ways of cutting a region that fit, and what speaks against the first that does not."""
     fitting, fault = [], ""
     for way in ways.layouts:
-        trial = replace(made.fixed, regions=(*others, way))
-        problem = shape_fault(block, call, whole, trial, tp, made.sequence_dim, made.device)
+        completed, problem = trial.complete(replace(made.fixed, regions=(*others, way)), len(others))
         if not problem:
-            fitting.append(way)
+            fitting.append(completed)
         fault = fault or problem
         if len(fitting) == 8:
             break
@@ -340,8 +402,23 @@ def _plan_outside(
         if kind and not note:
             made.outside.append(OutsideCut(name, kind, "derived" if rule is None else rule.source, name in heads))
         else:
+            note = note or _why_whole(part)
             made.whole.append(LayerPlan(name, "replicated", "replicated", note))
+    for name, part in outside.items():
+        if name not in tables and name not in linears and is_large(part):
+            made.whole.append(LayerPlan(name, "replicated", "replicated", f"{type(part).__name__} is not cut"))
     _untangle(module, made)
+
+
+def _why_whole(part: nn.Module) -> str:
+    if isinstance(part, nn.Embedding):
+        return "it is not the vocabulary, or that is small and no head of its size was found"
+    return "it stands alone outside the repeated layers"
+
+
+def is_large(module: nn.Module) -> bool:
+    """Whether ``module`` itself holds matrices, so that it matters that they stay whole."""
+    return any(parameter is not None and parameter.dim() > 1 for parameter in module._parameters.values())
 
 
 def _heads(tables: dict[str, nn.Module], linears: dict[str, nn.Module]) -> dict[str, nn.Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_3d.tensor_parallel.clone import GuessValues, without_hooks
+from lightning_3d.example_inputs import example_inputs
+from lightning_3d.tensor_parallel.clone import Ground, GuessValues, trial_tensor, without_hooks
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,10 @@ class BlockCall:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    trained: frozenset[int] = frozenset()
+    """Indices among the leaves of ``(args, kwargs)`` of tensors whose gradient the model needs."""
+    used: frozenset[int] | None = None
+    """Indices among the leaves of what the block returns of tensors that anything reads; ``None`` if unknown."""
 
     @property
     def hidden(self) -> int:
@@ -33,6 +38,16 @@ class BlockCall:
     def leaves(self) -> tuple[list[Any], Any]:
         """Flat arguments and how to put them together again."""
         return pytree.tree_flatten((self.args, self.kwargs))
+
+    def outputs(self, output: Any) -> dict[int, Tensor]:
+        """The tensors of what the block returned that count, by index among the leaves; the leading one first."""
+        found = {
+            index: leaf
+            for index, leaf in enumerate(pytree.tree_leaves(output))
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        }
+        leading = next(iter(found), -1)
+        return {i: leaf for i, leaf in found.items() if i == leading or self.used is None or i in self.used}
 
 
 @dataclass
@@ -47,15 +62,20 @@ class Calls:
     """``id`` of parameters that are read outside the forward of the module which holds them."""
 
 
-class _Stop(Exception):
-    """The last block of interest has been called."""
+@dataclass(frozen=True)
+class _Way:
+    """How a run is attempted."""
+
+    narrow: bool = False
+    """Whether float64 becomes float32."""
+    grad: bool = True
 
 
 def probe(root: nn.Module, wanted: Sequence[str], batch: int, length: int) -> Calls:
     """Run ``root`` or the part of it that holds the blocks on meta tensors until all ``wanted`` blocks were called.
 
-    Tries the module's own examples (``example_input_array``, ``dummy_inputs``), then token ids, then hidden states.
-    Blocks that no attempt reaches are missing from the answer.
+    Inputs are those of ``example_inputs``, then hidden states. Blocks that no attempt reaches are missing from the
+    answer.
 
     Args:
         root: The whole model; left as it is.
@@ -64,20 +84,21 @@ def probe(root: nn.Module, wanted: Sequence[str], batch: int, length: int) -> Ca
         length: Sequence length of made-up inputs.
     """
     calls = Calls()
-    for module, arguments in _attempts(root, wanted, batch, length):
-        if all(name in calls.blocks for name in wanted):
-            break
-        for args, kwargs in arguments():
-            found = Calls()
-            with contextlib.suppress(Exception):
-                _run(root, module, wanted, args, kwargs, found)
-            for name, call in found.entered.items():
-                calls.entered.setdefault(name, call)
-            new = {name: call for name, call in found.blocks.items() if name not in calls.blocks}
-            if new:
-                calls.blocks.update(new)
-                calls.loose |= found.loose
-                break
+    for way in (_Way(), _Way(narrow=True), _Way(grad=False)):
+        for module, arguments in _attempts(root, wanted, batch, length):
+            if all(name in calls.blocks for name in wanted):
+                return calls
+            for args, kwargs in arguments():
+                found = Calls()
+                with contextlib.suppress(Exception):
+                    _run(root, module, wanted, args, kwargs, found, way)
+                for name, call in found.entered.items():
+                    calls.entered.setdefault(name, call)
+                new = {name: call for name, call in found.blocks.items() if name not in calls.blocks}
+                if new:
+                    calls.blocks.update(new)
+                    calls.loose |= found.loose
+                    break
     return calls
 
 
@@ -93,29 +114,9 @@ def _attempts(
             continue
 
         def arguments(module: nn.Module = module) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-            example = getattr(module, "example_input_array", None)
-            if isinstance(example, Mapping):
-                yield (), pytree.tree_map(_to_meta, dict(example))
-            elif example is not None:
-                yield (
-                    pytree.tree_map(_to_meta, tuple(example) if isinstance(example, (tuple, list)) else (example,)),
-                    {},
-                )
-            dummies = _read(module, "dummy_inputs")
-            extra = {"use_cache": False} if hasattr(module, "dummy_inputs") else {}
+            for args, kwargs in example_inputs(module, batch, length):
+                yield pytree.tree_map(_to_meta, (args, kwargs))
             ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
-            if isinstance(dummies, Mapping) and dummies:
-                stretched = {
-                    key: torch.zeros(batch, length, dtype=value.dtype, device="meta")
-                    if isinstance(value, Tensor) and not value.is_floating_point() and value.dim() == 2
-                    else pytree.tree_map(_to_meta, value)
-                    for key, value in dummies.items()
-                }
-                yield (), {**stretched, **extra}
-                yield (), stretched
-            if extra:
-                yield (ids,), extra
-            yield (ids,), {}
             yield (ids, ids), {}
             if hidden:
                 dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
@@ -134,27 +135,34 @@ def _run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     calls: Calls,
+    way: _Way,
 ) -> None:
     missing = set(wanted)
     pending: dict[str, BlockCall] = {}
+    returned: dict[str, list[Any]] = {}
     handles = []
+    ground = Ground(narrow=way.narrow)
 
     def seen(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if name in missing:
+                leaves = pytree.tree_leaves((args, dict(kwargs)))
+                trained = (i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad)
                 args, kwargs = pytree.tree_map_only(Tensor, torch.Tensor.detach, (args, dict(kwargs)))
-                pending[name] = BlockCall(tuple(map(_without_cache, args)), _without_caches(kwargs))
+                pending[name] = BlockCall(tuple(map(_without_cache, args)), _without_caches(kwargs), frozenset(trained))
                 if pending[name].hidden >= 0:
                     calls.entered.setdefault(name, pending[name])
 
         return hook
 
     def done(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
+        def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             # Only what the block could run on tells how it is called.
             if name in missing:
                 missing.discard(name)
                 calls.blocks[name] = pending[name]
+                returned[name] = pytree.tree_leaves(output)
+                watch.given.update(id(leaf) for leaf in returned[name] if isinstance(leaf, Tensor))
 
         return hook
 
@@ -166,10 +174,16 @@ def _run(
         for name in wanted:
             handles.append(root.get_submodule(name).register_forward_pre_hook(seen(name), with_kwargs=True))
             handles.append(root.get_submodule(name).register_forward_hook(done(name)))
-        tensors = _on_meta(module)
+        tensors = _on_meta(module, ground)
         watch.follow(tensors)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), watch, GuessValues():
-            torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)
+        if way.narrow:
+            args, kwargs = pytree.tree_map_only(Tensor, lambda x: trial_tensor(x, ground), (args, kwargs))
+        with torch.set_grad_enabled(way.grad), torch.random.fork_rng(devices=[]), watch, GuessValues():
+            result = torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)
+        watch.read |= {id(leaf) for leaf in _leaves(result)} & watch.given
+        for name, leaves in returned.items():
+            used = frozenset(i for i, leaf in enumerate(leaves) if id(leaf) in watch.read)
+            calls.blocks[name] = replace(calls.blocks[name], used=used)
     finally:
         watch.remove()
         for handle in handles:
@@ -179,14 +193,33 @@ def _run(
             vars(part).update(values)
 
 
-def _on_meta(module: nn.Module) -> dict[str, Tensor]:
+def _leaves(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Tensors in what a model returns: in containers of any kind, and in attributes of objects."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth < 6:
+        if isinstance(value, Mapping):
+            inner: Any = value.values()
+        elif isinstance(value, (list, tuple, set)):
+            inner = value
+        else:
+            inner = getattr(value, "__dict__", {}).values()
+        for item in inner:
+            yield from _leaves(item, depth + 1)
+
+
+def _on_meta(module: nn.Module, ground: Ground) -> dict[str, Tensor]:
     """Parameters and buffers on the meta device; a module with two names once: exchanged twice, it is not restored."""
     made: dict[int, Tensor] = {}
     tensors: dict[str, Tensor] = {}
     for path, part in module.named_modules():
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-            if tensor is not None:
-                tensors[f"{path}.{name}".lstrip(".")] = made.setdefault(id(tensor), _to_meta(tensor))
+            if tensor is None:
+                continue
+            if id(tensor) not in made:
+                trained = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+                made[id(tensor)] = trial_tensor(tensor, ground).requires_grad_(trained)
+            tensors[f"{path}.{name}".lstrip(".")] = made[id(tensor)]
     return tensors
 
 
@@ -195,6 +228,10 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, loose: set[int]) -> None:
         super().__init__()
+        self.given: set[int] = set()
+        """``id`` of tensors that blocks returned."""
+        self.read: set[int] = set()
+        """Those of them that were read."""
         self._loose = loose
         self._owners = [part for part in module.modules() if isinstance(part, (nn.Linear, nn.Embedding))]
         self._names = {id(part): name for name, part in module.named_modules()}
@@ -230,10 +267,13 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._depth == 0 and getattr(func, "__name__", "") != "__get__":
+        if getattr(func, "__name__", "") != "__get__":
             for value in (*args, *(kwargs or {}).values()):
-                if id(value) in self._watched:
+                if self._depth == 0 and id(value) in self._watched:
                     self._loose.add(self._watched[id(value)])
+                for item in value if isinstance(value, (list, tuple)) else (value,):
+                    if id(item) in self.given:
+                        self.read.add(id(item))
         return func(*args, **(kwargs or {}))
 
 
@@ -262,10 +302,3 @@ def _without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _to_meta(value: Any) -> Any:
     return value.detach().to("meta") if isinstance(value, Tensor) else value
-
-
-def _read(module: nn.Module, name: str) -> Any:
-    try:
-        return getattr(module, name, None)
-    except Exception:
-        return None

@@ -15,7 +15,7 @@ from lightning_3d.tensor_parallel.embedding import is_embedding
 from lightning_3d.tensor_parallel.layers import is_linear
 from lightning_3d.tensor_parallel.layout import Rule
 
-# Values of Hugging Face plans and the names they have here. What is missing is left whole, with a note.
+# Values of Hugging Face plans and the names they have here. Layers with others are planned by their structure.
 _MODEL_STYLES = {
     "colwise": ("colwise", 1),
     "rowwise": ("rowwise", 1),
@@ -66,10 +66,11 @@ def model_rules(module: nn.Module) -> dict[str, Rule]:
             for name, layer in inner.items():
                 if not regex.match(name):
                     continue
-                known, parts = _MODEL_STYLES.get(style, ("unknown", 1))
+                known, parts = _MODEL_STYLES.get(style, ("", 1))
                 cuttable = is_linear(layer) or (known == "vocab" and is_embedding(layer))
-                full = f"{prefix}.{name}".lstrip(".")
-                rules[full] = Rule(known if cuttable else "whole", parts, "model plan", f"{pattern}: {style}")
+                if known and cuttable:  # of others the structure tells
+                    full = f"{prefix}.{name}".lstrip(".")
+                    rules[full] = Rule(known, parts, "model plan", f"{pattern}: {style}")
     return rules
 
 
