@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Self, override
 
 from lightning_3d.errors import StageError
+from lightning_3d.provenance import Recipe, Root, version_of
 
 _READS = {
     torch.ops.aten._local_scalar_dense.default,
@@ -28,6 +30,40 @@ _ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device
 """Types of which there are many among arguments, and which hold no tensors."""
 
 
+class _ReadError(StageError):
+    """An operation needs the values of a placeholder."""
+
+
+class _Context:
+    """What the pipeline wants of operations on placeholders while it runs a step."""
+
+    recording: bool = False
+    demand: Callable[[list[Placeholder]], bool] | None = None
+    random: bool = False
+
+
+_context = _Context()
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Within, placeholders remember how they were made, so that they can be made again from real tensors."""
+    _context.recording = True
+    try:
+        yield
+    finally:
+        _context.recording, _context.demand = False, None
+
+
+def bind_on_demand(demand: Callable[[list[Placeholder]], bool]) -> None:
+    """From now on until :func:`recording` ends, an operation of real tensors with placeholders asks for their values.
+
+    Args:
+        demand: Binds placeholders; returns whether it could.
+    """
+    _context.demand = demand
+
+
 class Placeholder(Tensor):
     """A tensor without values, on a real device, which stands for what another stage computes.
 
@@ -39,6 +75,8 @@ class Placeholder(Tensor):
     meta: Tensor
     bound: Tensor | None
     origin: str
+    source: Root | tuple[Recipe, int] | None
+    """The module output it stands for, or the operation that made it and its place among the results."""
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device, requires_grad: bool = False, origin: str = "") -> Self:
@@ -58,6 +96,8 @@ class Placeholder(Tensor):
         self.meta = meta.detach()
         self.bound = None
         self.origin = origin
+        self.source = None
+        self._version_then = 0
 
     @classmethod
     def of(
@@ -81,6 +121,16 @@ class Placeholder(Tensor):
         """Let ``tensor`` take this placeholder's place in every later operation."""
         self.bound = tensor
 
+    def comes_from(self, source: Root | tuple[Recipe, int]) -> None:
+        """Note what this placeholder stands for, as it is now."""
+        self.source = source
+        self._version_then = version_of(self)
+
+    @property
+    def changed(self) -> bool:
+        """Whether it was changed in place since it came from its source."""
+        return version_of(self) != self._version_then
+
     @classmethod
     @override
     def __torch_function__(
@@ -92,18 +142,22 @@ class Placeholder(Tensor):
             args = args if bound is None else (bound,)
         else:
             args, kwargs = resolve((args, kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs or {})
+            if _context.demand is not None and _bind_mixed((args, kwargs), _context.demand):
+                args, kwargs = resolve((args, kwargs))
+        return (_remembered if _context.recording else _run)(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    @torch.compiler.disable  # functions of the user that are compiled and get placeholders run as they are
+    def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         flat, spec = pytree.tree_flatten((args, kwargs))
         first = next(item for item in flat if isinstance(item, Placeholder))
         if func in _READS:
-            raise StageError(_read_message(func, first))
+            raise _ReadError(_read_message(func, first))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            _context.random = True
         device, origin = first.device, first.origin
         metas = [_to_meta(item) for item in flat]
         meta_args, meta_kwargs = pytree.tree_unflatten(metas, spec)
@@ -113,7 +167,7 @@ class Placeholder(Tensor):
         try:
             result = func(*meta_args, **meta_kwargs)
         except NotImplementedError as error:  # the shape of the result depends on values
-            raise StageError(_read_message(func, first)) from error
+            raise _ReadError(_read_message(func, first)) from error
         aliases = {id(meta): item for meta, item in zip(metas, flat, strict=True) if isinstance(item, Placeholder)}
 
         def wrap(item: Any) -> Any:
@@ -137,6 +191,52 @@ class Placeholder(Tensor):
             copy = nn.Parameter(copy.detach(), requires_grad=self.requires_grad)
         memo[id(self)] = copy
         return copy
+
+
+def _bind_mixed(tree: Any, demand: Callable[[list[Placeholder]], bool]) -> bool:
+    """Ask for the placeholders of an operation that has real tensors too; whether they are bound now."""
+    leaves = leaves_of(tree)
+    unbound = [leaf for leaf in leaves if isinstance(leaf, Placeholder)]
+    mixed = any(isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder) for leaf in leaves)
+    return bool(unbound) and mixed and demand(unbound)
+
+
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            # What a module of another stage gives is a leaf here, which autograd does not let change in place.
+            if "leaf Variable that requires grad" not in str(error) or not is_placeholder(args[0] if args else None):
+                raise
+            with torch.no_grad():
+                return func(*args, **kwargs)
+
+
+def _remembered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation, and let the placeholders that it makes know how they were made."""
+    _context.random = False
+    try:
+        result = _run(func, args, kwargs)
+    except _ReadError:
+        unbound = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Placeholder)]
+        if _context.demand is None or not _context.demand(unbound):
+            raise
+        args, kwargs = resolve((args, kwargs))
+        return func(*args, **kwargs)
+    if isinstance(result, Placeholder):
+        made = [result]
+    elif isinstance(result, tuple | list) and not isinstance(result, torch.Size):
+        made = pytree.tree_leaves(result)
+    else:
+        return result
+    recipe: Recipe | None = None
+    for index, item in enumerate(made):
+        if isinstance(item, Placeholder) and item.source is None:
+            recipe = recipe or Recipe(func, args, kwargs, random=_context.random)
+            if not any(item is leaf for leaf in recipe.leaves):
+                item.comes_from((recipe, index))
+    return result
 
 
 def is_placeholder(value: object) -> bool:
@@ -195,13 +295,13 @@ def refuse_foreign(value: object, what: str) -> None:
     Raises:
         StageError: if it is a placeholder whose tensor has not arrived.
     """
-    if is_placeholder(value):
+    if is_placeholder(value) and not (_context.demand and _context.demand([value])):  # type: ignore[list-item]
         origin = value.origin  # type: ignore[attr-defined]
         raise StageError(
-            f"{what} needs values that another pipeline stage holds (of {origin!r}, at {user_line()}). The stage that"
-            " computes the loss has its own parameters and what the blocks hand on, nothing else. Leave the parameters"
-            " of other stages out of it (let the optimizer's weight_decay regularise them), pass activations through"
-            " the arguments of the blocks, or use pipeline_parallel=1."
+            f"{what} needs values that another pipeline stage holds (of {origin!r}, at {user_line()}). Parameters of"
+            " other stages are not sent; what modules give is, if the first batch of the same structure needed it too."
+            " Leave the parameters of other stages out of it (let the optimizer's weight_decay regularise them), use"
+            " the same values in every batch, or use pipeline_parallel=1."
         )
 
 

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from lightning_3d.errors import StageError
 from lightning_3d.pipeline.blocks import ChunkMap
+from lightning_3d.pipeline.needs import Exchange, Needs, refuse_unbound
+from lightning_3d.pipeline.stand_in import StandIn
 from lightning_3d.placeholder import (
     Placeholder,
+    bind_on_demand,
     is_placeholder,
     leaves_of,
     placeholder_parameter,
+    recording,
     resolve,
     user_line,
 )
-
-Receive = Callable[[list[int], list[Placeholder]], list[Tensor]]
 
 
 class StageEnd(BaseException):
@@ -39,7 +41,10 @@ class _Run:
     """One pass of the user's step for one chunk."""
 
     chunk: int
-    receive: Receive
+    exchange: Exchange
+    needs: Needs
+    entered: bool
+    """Whether the chunk's own part has begun: from then on it holds the values of what it needs."""
     next_block: int = 0
 
 
@@ -86,21 +91,29 @@ class Cut:
             for layer in layers:
                 if type(layer).__module__.startswith("torch.nn.modules.") and "forward" not in vars(layer):
                     layer.forward = StandIn(layer, name)
-        for name, owners in self.chunks.outside.items():
-            if len(owners) == 1 and owners[0] in self.owned and owners[0] > 0:
-                hook = _ArrivalCheck(self, name)
-                modules[name].register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        for name in self.chunks.outside:
+            if self.owns(name):
+                arrival = _ArrivalHook(self, name)
+                modules[name].register_forward_pre_hook(arrival, prepend=True, with_kwargs=True)
+        inside = tuple(f"{name}." for name in self.chunks.blocks)
+        for name, module in self.module.named_modules():
+            if name and not name.startswith(inside):
+                around = any(block.startswith(f"{name}.") for block in self.chunks.blocks)
+                seen = _OutputHook(self, name, whole=not around and any(True for _ in module.parameters()))
+                for part in (module, *([self._twins[name][2]] if name in self._twins else [])):
+                    part.register_forward_hook(seen)
 
     @contextmanager
-    def running(self, chunk: int, receive: Receive) -> Iterator[None]:
-        """Within, the module acts as ``chunk``; ``receive`` gives the tensors that its first block needs."""
-        self._run = _Run(chunk, receive)
+    def running(self, chunk: int, exchange: Exchange) -> Iterator[None]:
+        """Within, the module acts as ``chunk``, and gets through ``exchange`` what it needs of other chunks."""
+        self._run = _Run(chunk, exchange, Needs(exchange), entered=chunk == 0)
         swapped = [entry for name, entry in self._twins.items() if chunk not in self.chunks.chunks_of(name)]
         originals = [(parent, key, parent._modules[key]) for parent, key, _ in swapped]
         for parent, key, twin in swapped:
             parent._modules[key] = twin
         try:
-            yield
+            with recording() if self._run.needs.watching else nullcontext():
+                yield
         finally:
             self._run = None
             for parent, key, original in originals:
@@ -149,11 +162,14 @@ class Cut:
             self._refuse_order(index, name, run)
         run.next_block = index + 1
         if index == starts[run.chunk + 1]:
-            raise StageEnd(leaves_of((args, kwargs)))
+            arguments = leaves_of((args, kwargs))
+            if run.entered:
+                run.needs.bind([leaf for leaf in arguments if isinstance(leaf, Placeholder)])
+            raise StageEnd(leaves_of(arguments))
         if index == starts[run.chunk] and run.chunk > 0:
             return self._enter(run, args, kwargs)
-        if index > starts[run.chunk]:
-            refuse_unbound((args, kwargs), name)
+        if index >= starts[run.chunk]:
+            return self._bind(run, args, kwargs, name)
         return None
 
     def _enter(self, run: _Run, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -161,11 +177,36 @@ class Cut:
         for position, leaf in enumerate(leaves_of((args, kwargs))):
             if isinstance(leaf, Placeholder) and id(leaf) not in wanted:
                 wanted[id(leaf)] = (position, leaf)
-        tensors = run.receive([p for p, _ in wanted.values()], [leaf for _, leaf in wanted.values()])
-        for (_, leaf), tensor in zip(wanted.values(), tensors, strict=True):
-            leaf.bind(tensor)
+        placeholders = [leaf for _, leaf in wanted.values()]
+        run.entered = True
+        run.exchange.enter([position for position, _ in wanted.values()], placeholders, run.needs.roots)
+        if run.needs.watching:
+            bind_on_demand(run.needs.bind)
         args, kwargs = resolve((args, kwargs))
         return args, kwargs
+
+    def _bind(self, run: _Run, args: Any, kwargs: Any, name: str) -> tuple[Any, Any] | None:
+        """Let the values of placeholders among the arguments of a module of this chunk come."""
+        unbound = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Placeholder)]
+        if not unbound:
+            return None
+        if not run.entered or run.chunk == 0 or not run.needs.bind(unbound):
+            refuse_unbound(unbound, name)
+        args, kwargs = resolve((args, kwargs))
+        return args, kwargs
+
+    def _module_called(self, name: str, output: Any, whole: bool) -> None:
+        run = self._run
+        if run is not None:
+            running = max(0, bisect_right(self.chunks.starts, max(0, run.next_block - 1)) - 1)
+            run.needs.module_called(name, output, running, entered=run.entered, whole=whole)
+
+    def _outside_called(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        run = self._run
+        # Before the entry a module that earlier chunks run too stands for theirs.
+        if run is None or (not run.entered and len(self.chunks.outside[name]) > 1):
+            return None
+        return self._bind(run, args, kwargs, name)
 
     def _refuse_order(self, index: int, name: str, run: _Run) -> None:
         expected = self.chunks.blocks[run.next_block] if run.next_block < len(self.chunks.blocks) else "nothing more"
@@ -191,116 +232,27 @@ class _BlockHook:
         return self
 
 
-class _ArrivalCheck:
-    """Refuses a placeholder that reaches a module of this chunk outside of the blocks."""
+class _ArrivalHook:
+    """Lets values come that a module of this chunk outside of the blocks needs."""
 
     def __init__(self, cut: Cut, name: str) -> None:
         self._cut, self._name = cut, name
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._cut.is_running:
-            refuse_unbound((args, kwargs), self._name)
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        return self._cut._outside_called(self._name, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ArrivalCheck:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ArrivalHook:
         return self
 
 
-def refuse_unbound(tree: Any, where: str) -> None:
-    """Raise if ``tree`` holds a placeholder whose tensor has not arrived.
+class _OutputHook:
+    """Tells the cut what a module gave."""
 
-    Raises:
-        StageError: naming the module the value comes from and ``where`` it is needed.
-    """
-    missing = next((leaf for leaf in leaves_of(tree) if isinstance(leaf, Placeholder)), None)
-    if missing is not None:
-        raise StageError(
-            f"{where!r} needs a value of shape {tuple(missing.shape)} that comes from {missing.origin!r} on another"
-            f" pipeline stage and was not among the arguments of the first block of this stage (at {user_line()})."
-            " Pass the value through the arguments of the blocks, move the module that makes it (give"
-            " `example_input_array` on the LightningModule so that the order of calls is known), or use"
-            " pipeline_parallel=1."
-        )
+    def __init__(self, cut: Cut, name: str, whole: bool) -> None:
+        self._cut, self._name, self._whole = cut, name, whole
 
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._cut._module_called(self._name, output, self._whole)
 
-class StandIn:
-    """The forward of a module that another chunk owns: on meta tensors once per signature, then from memory."""
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._forward = module.forward
-        self._module = module
-        self._name = name
-        self._memory: dict[Any, tuple[list[Any], Any]] = {}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer as the module would, with placeholders."""
-        inputs: list[Tensor] = []
-        with torch._C.DisableTorchFunctionSubclass():  # placeholders answer for themselves
-            signature = _signature((args, kwargs), inputs)
-        key = None if signature is None else (signature, self._module.training, torch.is_grad_enabled())
-        if key is not None and key in self._memory:
-            answer, out_spec = self._memory[key]
-        else:
-            args, kwargs = resolve((args, kwargs))
-            outputs, out_spec = pytree.tree_flatten(self._forward(*args, **kwargs))
-            answer = [self._describe(leaf, inputs) for leaf in outputs]
-            if key is not None and not any(isinstance(item, Tensor) for item in answer):
-                self._memory[key] = (answer, out_spec)
-        outputs = [self._recall(item, inputs) for item in answer]
-        return outputs[0] if out_spec.is_leaf() else pytree.tree_unflatten(outputs, out_spec)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._forward, memo)
-
-    @staticmethod
-    def _describe(leaf: Any, inputs: list[Tensor]) -> Any:
-        for index, given in enumerate(inputs):
-            if leaf is given:
-                return _Input(index)
-        if isinstance(leaf, Placeholder):
-            return _Fact(leaf.meta, leaf.device, leaf.requires_grad)
-        return leaf
-
-    def _recall(self, item: Any, inputs: list[Tensor]) -> Any:
-        if isinstance(item, _Input):
-            return inputs[item.index]
-        if isinstance(item, _Fact):
-            return Placeholder(item.meta, item.device, item.requires_grad, origin=self._name)
-        return item
-
-
-def _signature(tree: Any, tensors: list[Tensor]) -> Any:
-    """What decides the shapes that a module answers with; ``None`` if that cannot be told. Collects the tensors."""
-    kind = type(tree)
-    if isinstance(tree, Tensor):
-        if isinstance(tree, Placeholder) and tree.bound is not None:
-            tree = tree.bound
-        tensors.append(tree)
-        return isinstance(tree, Placeholder), tree.shape, tree.dtype, tree.requires_grad
-    if tree is None or isinstance(tree, bool | int | float | str | torch.dtype | torch.device):
-        return kind, tree
-    layout: Any = kind
-    if kind is dict:
-        layout, tree = tuple(tree), tree.values()
-    elif kind is not tuple and kind is not list:
-        if pytree.tree_is_leaf(tree):
-            return None
-        tree, spec = pytree.tree_flatten(tree)
-        layout = str(spec)
-    parts = [_signature(item, tensors) for item in tree]
-    return None if any(part is None for part in parts) else (layout, *parts)
-
-
-@dataclass(frozen=True)
-class _Input:
-    """The answer is the input tensor of this number."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class _Fact:
-    """The answer is a new placeholder with these facts."""
-
-    meta: Tensor
-    device: torch.device
-    requires_grad: bool
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OutputHook:
+        return self

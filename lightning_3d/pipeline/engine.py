@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -14,10 +14,14 @@ from torch.utils import _pytree as pytree
 
 from lightning_3d.errors import StageError
 from lightning_3d.mesh import Mesh
+from lightning_3d.pipeline.links import Flight, Link
 from lightning_3d.pipeline.micro_batches import MicroBatch
+from lightning_3d.pipeline.needs import Exchange
+from lightning_3d.pipeline.settling import Settling, as_input, bind_all, not_in_interface, other_positions
 from lightning_3d.pipeline.stage import Stage
 from lightning_3d.pipeline.transport import ACTIVATIONS, GRADIENTS, Fact, Pending, Transport
-from lightning_3d.placeholder import Placeholder, is_placeholder
+from lightning_3d.placeholder import Placeholder
+from lightning_3d.provenance import Root
 from lightning_3d.schedules import Action, Kind, build
 
 
@@ -57,41 +61,14 @@ class StepTimes:
         return self.waiting / self.total if self.total else 0.0
 
 
-@dataclass
-class _Link:
-    """The interface between a chunk and the one before it: settled once, the same for every shape."""
-
-    positions: list[int]
-    """Which of the flattened arguments of the chunk's first block come from earlier chunks."""
-    dtypes: list[torch.dtype]
-    """Their types at the sender: under mixed precision, shards of its parameters are gathered in another type than the
-    parameters have that stand for them elsewhere."""
-    needs_grad: list[bool]
-    """Which of those have a gradient at the sender."""
-
-    @classmethod
-    def of(cls, positions: list[int], facts: Sequence[Fact]) -> _Link:
-        """The link for values with these facts at the sender."""
-        return cls(positions, [fact.dtype for fact in facts], [fact.requires_grad for fact in facts])
-
-
-@dataclass
-class _Flight:
-    """A micro-batch between its forward and its backward on one chunk."""
-
-    inputs: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
-    result: Any = None
-    sent: Pending | None = None
-
-
 class Engine:
     """Runs steps on one pipeline rank.
 
     Sends never block the rank and receives are posted before the compute that precedes their use. Where a batch has a
-    structure not met before, the micro-batches go through the stages one after another, while neighbours settle which
-    values pass between them; afterwards only tensors travel. A shape not met before costs nothing but a receive that is
-    posted when its stage begins, since every stage knows the shapes from running what precedes it on meta tensors.
+    structure not met before, the micro-batches go through the stages one after another, while these settle which values
+    pass between them (see :mod:`~lightning_3d.pipeline.settling`); afterwards only tensors travel. A shape not met
+    before costs nothing but a receive that is posted when its stage begins, since every stage knows the shapes from
+    running what precedes it on meta tensors.
     """
 
     def __init__(self, stage: Stage, mesh: Mesh, schedule: str, virtual_stages: int, sharding: Sharding) -> None:
@@ -101,19 +78,21 @@ class Engine:
         self._schedule = schedule
         self._virtual_stages = virtual_stages
         self._sharding = sharding
+        self._device = mesh.device
         self._transport = Transport(mesh)
         self._last_chunk = mesh.pp.size * virtual_stages - 1
         self._parameters = [part._parameters for part in stage.module.modules() if part._parameters]
         self._numbers: dict[Any, int] = {}
         """Structures of batches met so far, without and with shapes, in short."""
-        self._links: dict[tuple[int, int], _Link] = {}
+        self._links: dict[int, dict[int, Link]] = {}
+        """The link before every chunk, for every structure of batch."""
         self._shapes: dict[tuple[int, int], list[Fact]] = {}
         self._settled: set[int] = set()
         self._reset()
         self.times = StepTimes()
 
     def _reset(self) -> None:
-        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._flights: dict[tuple[int, int], Flight] = {}
         self._arriving: dict[tuple[Kind, int, int], Pending] = {}
         self._handed_over: dict[tuple[Kind, int, int], list[Any]] = {}
         self._leaving: deque[Pending] = deque()
@@ -136,9 +115,11 @@ class Engine:
         if all(key in self._settled for key, _ in self._keys):
             self._execute(self._actions(len(step.pieces)), step.pieces)
         else:
-            actions = self._actions(1)
+            forward = (Kind.RECV_F, Kind.F, Kind.SEND_F)
+            backward = [action for action in self._actions(1) if action.kind not in forward]
             for piece in step.pieces:
-                self._execute(actions, [piece])
+                self._settle(piece)
+                self._execute(backward, [piece])
             self._settled.update(key for key, _ in self._keys)
         while self._leaving:
             self._wait(self._leaving.popleft())
@@ -168,101 +149,72 @@ class Engine:
             pending = self._transport.receive(facts, action.peer, ACTIVATIONS, action.chunk, piece.index)
             self._arriving[Kind.RECV_F, action.chunk, piece.index] = pending
 
+    def _settle(self, piece: MicroBatch) -> None:
+        """The forward of all chunks, one after another, in which the pipeline finds out what passes between them."""
+        flights = {chunk: Flight() for chunk in self._stage.cut.owned}
+        links = self._links.setdefault(self._keys[piece.index][0], {})
+        settling = Settling(self._transport, self._rank, self._num_stages, piece.index, links, flights)
+        for chunk in range(self._last_chunk + 1):
+            if self._rank_of(chunk) == self._rank:
+                settling.lead(chunk)
+                self._run_chunk(chunk, piece, settling, flights[chunk])
+                settling.end()
+            else:
+                settling.follow(chunk)
+        for chunk, flight in flights.items():
+            flight.let_go()
+            flight.sent = Pending([], [], self._device)
+            if self._step.backward is not None:
+                self._flights[chunk, piece.index] = flight
+
     def _forward(self, action: Action, piece: MicroBatch) -> None:
         chunk = action.chunk
-        flight = _Flight()
-
-        def receive(positions: list[int], placeholders: list[Placeholder]) -> list[Tensor]:
-            flight.inputs = self._receive_inputs(chunk, piece, positions, placeholders)
-            return flight.inputs
-
-        is_last, result = self._stage(lambda: self._step.call(piece), chunk, receive)
-        training = self._step.backward is not None
-        if is_last != (chunk == self._last_chunk):
-            self._refuse_end(chunk, is_last)
-        if is_last:
-            self._outputs[piece.index] = _detach(result)
-            flight.result = result if training else None
-        elif self._rank_of(chunk + 1) == self._rank:
-            self._handed_over[Kind.F, chunk + 1, piece.index] = result
-        else:
-            flight.outputs = result
-        if training or not is_last:
+        flight = Flight()
+        self._run_chunk(chunk, piece, _Settled(self, chunk, piece, flight), flight)
+        if self._step.backward is not None or chunk != self._last_chunk:
             self._flights[chunk, piece.index] = flight
 
-    def _receive_inputs(
-        self, chunk: int, piece: MicroBatch, positions: list[int], placeholders: list[Placeholder]
-    ) -> list[Tensor]:
-        structure = self._keys[piece.index][0]
+    def _run_chunk(self, chunk: int, piece: MicroBatch, exchange: Exchange, flight: Flight) -> None:
+        is_last, result = self._stage(lambda: self._step.call(piece), chunk, exchange)
+        if is_last != (chunk == self._last_chunk):
+            self._refuse_end(chunk, is_last)
+        if not is_last:
+            flight.leaves = result
+            return
+        self._outputs[piece.index] = _detach(result)
+        flight.result = result if self._step.backward is not None else None
+
+    def _receive_inputs(self, chunk: int, piece: MicroBatch, placeholders: Sequence[Placeholder]) -> list[Tensor]:
+        link = self._links[self._keys[piece.index][0]][chunk]
         source = self._rank_of(chunk - 1)
         if source == self._rank:
-            leaves = self._handed_over.pop((Kind.F, chunk, piece.index))
-            outputs = [leaves[position] for position in positions]
-            self._flights[chunk - 1, piece.index].outputs = outputs
-            return [_as_input(tensor.detach(), tensor.requires_grad) for tensor in outputs]
+            outputs = self._hand_on(chunk - 1, piece)
+            return [as_input(tensor.detach(), tensor.requires_grad) for tensor in outputs]
         pending = self._arriving.pop((Kind.RECV_F, chunk, piece.index), None)
-        link = self._links.get((chunk, structure))
-        if link is None:
-            link = self._settle_as_receiver(chunk, piece, positions, placeholders)
-        elif link.positions != positions:
-            raise StageError(
-                f"The first block of chunk {chunk} needs the values at positions {positions} of its arguments from"
-                f" earlier stages, but needed {link.positions} for a batch of the same structure before. The step must"
-                " not pass other things to its blocks from one batch to the next, unless the structure or a flag of"
-                " the batch says so."
-            )
         if pending is None:
-            facts = [
-                Fact(tuple(placeholder.shape), dtype, grad)
-                for placeholder, dtype, grad in zip(placeholders, link.dtypes, link.needs_grad, strict=True)
-            ]
+            facts = link.facts([tuple(placeholder.shape) for placeholder in placeholders])
             self._shapes[chunk, self._keys[piece.index][1]] = facts
             pending = self._transport.receive(facts, source, ACTIVATIONS, chunk, piece.index)
             self._put_off.get(source, set()).discard((chunk, piece.index))
-        return [_as_input(t, grad) for t, grad in zip(self._wait(pending), link.needs_grad, strict=True)]
-
-    def _settle_as_receiver(
-        self, chunk: int, piece: MicroBatch, positions: list[int], placeholders: list[Placeholder]
-    ) -> _Link:
-        source = self._rank_of(chunk - 1)
-        self._transport.send_object(positions, source)
-        facts: list[Fact] = self._transport.receive_object(source)
-        for placeholder, fact in zip(placeholders, facts, strict=True):
-            if tuple(placeholder.shape) != fact.shape:
-                raise StageError(
-                    f"Chunk {chunk} expects a tensor of shape {tuple(placeholder.shape)} from"
-                    f" {placeholder.origin!r}, but the stage before sends one of shape {fact.shape}. A module"
-                    " gives other shapes for real tensors than for meta tensors; use pipeline_parallel=1 or change it."
-                )
-        link = self._links[chunk, self._keys[piece.index][0]] = _Link.of(positions, facts)
-        return link
+        return [as_input(t, grad) for t, grad in zip(self._wait(pending), link.needs_grad, strict=True)]
 
     def _send_forward(self, action: Action, piece: MicroBatch) -> None:
-        chunk, structure = action.chunk, self._keys[piece.index][0]
-        flight = self._flights[chunk, piece.index]
-        link = self._links.get((chunk + 1, structure))
-        if link is None:
-            positions = self._transport.receive_object(action.peer)
-            tensors = [self._output(flight.outputs[position], chunk) for position in positions]
-            facts = [Fact.of(tensor) for tensor in tensors]
-            self._transport.send_object(facts, action.peer)
-            link = self._links[chunk + 1, structure] = _Link.of(positions, facts)
-        tensors = [self._output(flight.outputs[position], chunk) for position in link.positions]
+        chunk = action.chunk
+        tensors = self._hand_on(chunk, piece)
         sent = self._transport.send(tensors, action.peer, ACTIVATIONS, chunk + 1, piece.index)
         if self._step.backward is None:
             self._leave(sent)
-            del self._flights[chunk, piece.index]
         else:
-            flight.sent = sent
-            flight.outputs = tensors
+            self._flights[chunk, piece.index].sent = sent
 
-    def _output(self, leaf: Any, chunk: int) -> Tensor:
-        if not isinstance(leaf, Tensor) or is_placeholder(leaf):
-            raise StageError(
-                f"Chunk {chunk + 1} needs a value that chunk {chunk} does not have: {leaf!r}. It comes from a stage"
-                " further back and was not passed along; pass it through the arguments of the blocks."
-            )
-        return leaf
+    def _hand_on(self, chunk: int, piece: MicroBatch) -> list[Tensor]:
+        """What passes to the next chunk; until the backward nothing else is kept."""
+        flight = self._flights[chunk, piece.index]
+        flight.outputs = flight.values(self._links[self._keys[piece.index][0]][chunk + 1], None, chunk)
+        flight.let_go()
+        if self._step.backward is None:
+            del self._flights[chunk, piece.index]
+        return flight.outputs
 
     # --- backward --------------------------------------------------------------------------------------------------
 
@@ -272,7 +224,7 @@ class Engine:
             pending = self._receive_gradients(action.chunk, piece, flight)
             self._arriving[Kind.RECV_B, action.chunk, piece.index] = pending
 
-    def _receive_gradients(self, chunk: int, piece: MicroBatch, flight: _Flight) -> Pending:
+    def _receive_gradients(self, chunk: int, piece: MicroBatch, flight: Flight) -> Pending:
         facts = [Fact.of(tensor) for tensor in flight.outputs if tensor.requires_grad]
         return self._transport.receive(facts, self._rank_of(chunk + 1), GRADIENTS, chunk, piece.index)
 
@@ -367,9 +319,38 @@ class Engine:
     }
 
 
-def _as_input(tensor: Tensor, requires_grad: bool) -> Tensor:
-    return tensor.requires_grad_(requires_grad and torch.is_grad_enabled())
-
-
 def _detach(result: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), result)
+
+
+class _Settled:
+    """The :class:`~lightning_3d.pipeline.needs.Exchange` of a chunk when it is settled what passes the cuts."""
+
+    def __init__(self, engine: Engine, chunk: int, piece: MicroBatch, flight: Flight) -> None:
+        links = engine._links[engine._keys[piece.index][0]]
+        self._engine, self._chunk, self._piece, self._flight = engine, chunk, piece, flight
+        self._link = links.get(chunk)
+        carried_on = links[chunk + 1].carried if chunk + 1 in links else []
+        self._wanted = {root for root in carried_on if root.chunk == chunk}
+        self.modules = {root.module for root in (*(self._link.carried if self._link else []), *self._wanted)}
+        self._known = bool(carried_on)
+
+    def enter(self, positions: list[int], placeholders: list[Placeholder], roots: Mapping[Root, Placeholder]) -> None:
+        link = self._link
+        assert link is not None
+        if link.positions != positions:
+            raise other_positions(self._chunk, positions, link.positions)
+        for root in link.carried:
+            if root not in roots:
+                raise not_in_interface(root.module, self._chunk)
+        expected = [*placeholders, *(roots[root] for root in link.carried)]
+        tensors = self._engine._receive_inputs(self._chunk, self._piece, expected)
+        self._flight.arrived(link.known_roots if self._known else [None] * len(tensors), tensors)
+        bind_all(expected, tensors)
+
+    def fetch(self, root: Root, placeholder: Placeholder) -> None:
+        raise not_in_interface(root.module, self._chunk)
+
+    def keep(self, root: Root, value: Tensor) -> None:
+        if root in self._wanted:
+            self._flight.keep(root, value)

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_3d.pipeline.cut import Cut, Receive, StageEnd
+from lightning_3d.pipeline.cut import Cut, StageEnd
+from lightning_3d.pipeline.needs import Exchange
 
 
 class Stage(nn.Module):
@@ -27,14 +28,14 @@ class Stage(nn.Module):
         modules = dict(self.module.named_modules(remove_duplicate=False))
         return {chunk: [modules[name] for name in self.cut.chunks.blocks_of(chunk)] for chunk in self.cut.owned}
 
-    def forward(self, call: Callable[[], Any], chunk: int, receive: Receive) -> tuple[bool, Any]:
+    def forward(self, call: Callable[[], Any], chunk: int, exchange: Exchange) -> tuple[bool, Any]:
         """Run ``call`` as ``chunk``.
 
         Returns:
             ``(True, what call returned)`` on the last chunk, else ``(False, the flattened arguments of the first block
             of the next chunk)``.
         """
-        with self.cut.running(chunk, receive):
+        with self.cut.running(chunk, exchange):
             try:
                 return True, call()
             except StageEnd as end:

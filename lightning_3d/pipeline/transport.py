@@ -100,6 +100,19 @@ class Transport:
         dist.recv_object_list(box, self._pp.ranks[peer], group=self._control.group, device=torch.device("cpu"))
         return box[0]
 
+    def announce(self, value: object, rank: int) -> None:
+        """Tell all pipeline ranks a small host object; ``rank`` is this one."""
+        if self._pp.size > 1:
+            group, cpu = self._control.group, torch.device("cpu")
+            dist.broadcast_object_list([value], src=self._pp.ranks[rank], group=group, device=cpu)
+
+    def announced(self, rank: int) -> Any:
+        """What pipeline rank ``rank`` tells all next."""
+        box: list[Any] = [None]
+        group, cpu = self._control.group, torch.device("cpu")
+        dist.broadcast_object_list(box, src=self._pp.ranks[rank], group=group, device=cpu)
+        return box[0]
+
     def _group(self, kind: int, upward: bool) -> ProcessGroup | None:
         return self._groups[2 * kind + upward]
 

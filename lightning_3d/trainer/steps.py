@@ -19,6 +19,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.engine import Step, StepTimes
 from lightning_3d.pipeline.micro_batches import MicroBatch, cut, loss_weights, piece_sizes
+from lightning_3d.pipeline.needs import Alone
 from lightning_3d.placeholder import refuse_foreign
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.random import mix_seed
@@ -268,11 +269,9 @@ class StepRunner:
         return contexts[mode]()
 
     def _run_alone(self, call: Callable[[MicroBatch], Any], piece: MicroBatch) -> Any:
-        return self._assembly.stage(lambda: call(piece), 0, _nothing_arrives)[1]
+        return self._assembly.stage(lambda: call(piece), 0, Alone())[1]
 
-    def _combined(
-        self, outputs: Sequence[Any], weights: Sequence[float | Tensor], pieces: Sequence[MicroBatch]
-    ) -> Any:
+    def _combined(self, outputs: Sequence[Any], weights: Sequence[float | Tensor], pieces: Sequence[MicroBatch]) -> Any:
         if not outputs:
             return None
         if outputs[0] is None and self._trainer.state.stage is RunningStage.TRAINING:
@@ -314,7 +313,3 @@ def _loss_of(result: Any) -> Tensor:
         )
     refuse_foreign(loss, "The loss")
     return loss
-
-
-def _nothing_arrives(positions: list[int], placeholders: Any) -> list[Tensor]:
-    raise AssertionError("without a pipeline nothing arrives from other stages")
