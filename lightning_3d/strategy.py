@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -48,7 +50,7 @@ from lightning_3d.trainer.preflight import (
     check_plugins,
 )
 from lightning_3d.trainer.sanity import SanityChecks
-from lightning_3d.trainer.start import share_random_state
+from lightning_3d.trainer.start import share_random_state, start_small
 from lightning_3d.trainer.state import StatefulStrategy
 from lightning_3d.trainer.steps import StepRunner
 from lightning_3d.trainer.torch_clipping import TorchClipping
@@ -298,6 +300,12 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         self.guard.start(self._mesh)
         self._served.before_setup(self.lightning_module, self._mesh)
 
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Iterator[None]:
+        with start_small(self.topology, self.config):
+            yield
+
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
@@ -377,6 +385,7 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
     @property
     def _steps(self) -> StepRunner:
         assert self._runner is not None
+        self._assembled.refuse_unset()
         return self._runner
 
     @override

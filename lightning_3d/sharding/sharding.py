@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_3d.config import ParallelConfig
+from lightning_3d.initialization import materialise
 from lightning_3d.mesh import Mesh
 from lightning_3d.placeholder import is_placeholder
 from lightning_3d.sharding.gradients import OwnedParameter, sum_over_tensor_parallel
@@ -149,7 +150,7 @@ def build_sharding(
 ) -> Sharding:
     """Shard ``stage`` over the replicas, in place; sharded parameters become new objects under their names.
 
-    Collective over the dp axis. Call it after the tensor-parallel plan is applied and the stage is cut, and before
+    Collective over the dp axis. Parameters that had a recipe instead of memory have their values afterwards. Call it after the tensor-parallel plan is applied and the stage is cut, and before
     :meth:`Cut.install`, whose hooks must run before those of FSDP2.
 
     Args:
@@ -186,6 +187,7 @@ def build_sharding(
             ignored,
             unit_bytes,
         )
+    materialise(module, mesh.device)
     reducer = None
     if whole and mesh.dp.size > 1:  # alone, gradients are left to autograd
         pairs = [(parameter, owners.get(id(parameter))) for parameter in whole]

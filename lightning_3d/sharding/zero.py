@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_3d.initialization import following
 from lightning_3d.placeholder import is_placeholder
 
 UNIT_BYTES = 25 * 2**20
@@ -353,10 +354,11 @@ def _shard(
     unit: Unit, dp_mesh: DeviceMesh, rule: ZeroRule, policy: MixedPrecisionPolicy, ignored: set[nn.Parameter]
 ) -> None:
     target: Any = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
-    fully_shard(
-        target,
-        mesh=dp_mesh,
-        reshard_after_forward=rule.shards_parameters,
-        mp_policy=policy,
-        ignored_params=ignored,
-    )
+    with following():  # shards of parameters without memory are recipes too
+        fully_shard(
+            target,
+            mesh=dp_mesh,
+            reshard_after_forward=rule.shards_parameters,
+            mp_policy=policy,
+            ignored_params=ignored,
+        )

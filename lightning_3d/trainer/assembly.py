@@ -17,6 +17,7 @@ from lightning_3d.checkpoint import state_dict_keys
 from lightning_3d.collectives import broadcast_object
 from lightning_3d.config import ParallelConfig, Sizes
 from lightning_3d.errors import ConfigError
+from lightning_3d.initialization import following, is_deferred, materialise, missing_values, rebuild
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.blocks import BlockList, ChunkMap, find_block_lists, share_out
 from lightning_3d.pipeline.compiling import choose_parts, compile_parts
@@ -58,12 +59,23 @@ class Assembly:
     """Those of them that are second names, each with the first."""
     original: WeakIdKeyDictionary
     """The user's own parameter objects -> all their names: optimizers may have been built from them."""
+    complaint: str = ""
+    """What is wrong with the values of parameters unless a checkpoint is loaded."""
 
     @classmethod
     def of(cls, module: nn.Module) -> Assembly | None:
         """The assembly of a module that was laid out before, by this strategy or another."""
         assembly = vars(module).get(_ATTRIBUTE)
         return assembly if isinstance(assembly, cls) and assembly.stage.module is module else None
+
+    def refuse_unset(self) -> None:
+        """Before a step: refuse parameters that neither the module's code nor a checkpoint has given values.
+
+        Raises:
+            ConfigError: naming them.
+        """
+        if self.complaint:
+            raise ConfigError(self.complaint)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the module is laid out by nobody."""
@@ -109,7 +121,8 @@ class Assembly:
 def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, precision: ThreeDPrecision) -> Assembly:
     """Cut, shard and move ``module`` for this rank.
 
-    Collective. ``module`` is changed in place; its names, structure and attributes stay.
+    Collective. ``module`` is changed in place; its names, structure and attributes stay. Parameters that have a recipe
+    instead of memory (see ``initialization``) get memory for what this rank keeps of them, once that is known.
 
     Raises:
         ConfigError, PlanError, StageError: if the module cannot be laid out as asked; raised on every rank.
@@ -120,8 +133,11 @@ def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, pre
     wishes = unwrap(module)
     own_memory(module)
     share_random_state(mesh)
+    complaint = rebuild(module) or missing_values(module)
     share_weights(module, mesh)
-    precision.convert_module(module)
+    materialise(module, torch.device("cpu"), parameters=False)  # small beside parameters, and every stage has them
+    with following():
+        precision.convert_module(module)
 
     lists = find_block_lists(module, config.pipeline_blocks)
     chunks = chunk_map(module, lists, config, mesh.pp.size, profiler(module, config, mesh, precision))
@@ -162,6 +178,7 @@ def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, pre
     bind_metrics(module, mesh)
     engine = Engine(stage, mesh, config.schedule, config.virtual_stages, sharding)
     assembly = Assembly(config, mesh, stage, engine, sharding, streams, applied, layout, keys, ties, original)
+    assembly.complaint = complaint
     object.__setattr__(module, _ATTRIBUTE, assembly)
     return assembly
 
@@ -260,24 +277,12 @@ def describe(module: nn.Module, chunks: ChunkMap, config: ParallelConfig, sizes:
 
 
 def to_device(module: nn.Module, device: torch.device) -> None:
-    """Move what this rank holds to ``device``; placeholders are there already.
-
-    Raises:
-        ConfigError: if a parameter or buffer is still on the meta device.
-    """
-    left = [
-        name
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-        if tensor.device.type == "meta" and not is_placeholder(tensor)
-    ]
-    if left:
-        raise ConfigError(
-            f"These parameters or buffers are on the meta device and have no values: {', '.join(left[:8])}. Build them"
-            " with values (in __init__ or configure_model) before the strategy takes the module over."
-        )
+    """Move what this rank holds to ``device``; placeholders are there already, and recipes are carried out later."""
     for child in module.modules():
         for parameter in child._parameters.values():
-            if parameter is not None and not is_placeholder(parameter) and parameter.device != device:
+            if parameter is None or is_placeholder(parameter) or is_deferred(parameter):
+                continue
+            if parameter.device != device:
                 parameter.data = parameter.data.to(device)  # the same object: user code may hold it
         for key, buffer in child._buffers.items():
             if buffer is not None:

@@ -1,13 +1,17 @@
-"""Making all ranks begin from the same weights and the same random numbers."""
+"""Making all ranks begin from the same weights and the same random numbers, and huge models start small."""
 
 from __future__ import annotations
+
+import contextlib
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_3d.collectives import as_bytes, broadcast_object
+from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
+from lightning_3d.initialization import LARGE, Recipes, deferring, is_deferred
 from lightning_3d.mesh import Mesh
 from lightning_3d.trainer.host_random import HostRandomState
 
@@ -15,6 +19,16 @@ from lightning_3d.trainer.host_random import HostRandomState
 def share_random_state(mesh: Mesh) -> None:
     """Give every rank the random state of rank 0: torch's CPU generator, NumPy's and Python's."""
     broadcast_object(HostRandomState.get(), mesh.control_world, 0).set()
+
+
+def start_small(mesh: Mesh, config: ParallelConfig) -> contextlib.AbstractContextManager[None]:
+    """Within, models are built without memory for their large parameters, where a rank will hold only parts of them.
+
+    Elsewhere only what the user's code puts on the meta device is. Either way everything gets the values that one
+    process would have given it.
+    """
+    cuts = mesh.pp.size > 1 or mesh.tp.size > 1 or (mesh.dp.size > 1 and config.zero_stage > 0)
+    return deferring(LARGE if cuts else None)
 
 
 def own_memory(module: nn.Module) -> None:
@@ -31,7 +45,8 @@ def own_memory(module: nn.Module) -> None:
 def share_weights(module: nn.Module, mesh: Mesh) -> bool:
     """Give every rank the parameters and buffers of rank 0, so that replicas start equal whatever the user seeded.
 
-    Each rank has built the whole module. Checksums are compared first, and nothing else is sent when they agree.
+    Each rank has built the whole module, with values or recipes. Checksums are compared first, and nothing else is
+    sent when they agree. Of recipes only the random states and numbers in them are sent.
 
     Returns:
         Whether the weights had to be sent.
@@ -41,15 +56,20 @@ def share_weights(module: nn.Module, mesh: Mesh) -> bool:
     """
     if mesh.world.size == 1:
         return False
-    tensors = [t.data for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta"]
-    count = torch.tensor([len(tensors), sum(tensor.numel() for tensor in tensors)])
-    if _differs(count, mesh):
+    held = [*module.parameters(), *module.buffers()]
+    tensors = [tensor.data for tensor in held if not is_deferred(tensor)]
+    recipes = Recipes(module)
+    count = torch.tensor([len(held), len(tensors), sum(tensor.numel() for tensor in tensors), len(recipes)])
+    if _differs(count, mesh) or _differs(_numbers(recipes.structure()), mesh):
         raise ConfigError(
             "The ranks built modules with different parameters or buffers, so they cannot train together. Build the"
             " same module everywhere: nothing in its construction may depend on the rank."
         )
+    differ = bool(len(recipes)) and _differs(_numbers(recipes.digest()), mesh)
+    if differ:
+        recipes.take_over(broadcast_object(recipes.values(), mesh.control_world, 0))
     if not tensors or not _differs(torch.stack([_checksum(tensor) for tensor in tensors]), mesh):
-        return False
+        return differ
     for tensor in tensors:
         whole = tensor.cpu().contiguous()
         dist.broadcast(as_bytes(whole), 0, group=mesh.control_world.group)
@@ -63,6 +83,10 @@ def _checksum(tensor: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
     places = torch.arange(1, padded.numel() + 1, dtype=torch.int64)
     return (padded * (2 * places + 1)).sum()
+
+
+def _numbers(digest: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(torch.int32)
 
 
 def _differs(values: Tensor, mesh: Mesh) -> bool:

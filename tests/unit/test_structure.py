@@ -31,6 +31,7 @@ LAYERS = """
     tensor_parallel
     random
     fingerprint
+    initialization
     collectives  placeholder  example_inputs
     provenance
     mesh
