@@ -10,6 +10,7 @@ from torch import nn
 from lightning_3d import partition
 from lightning_3d.errors import ConfigError, StageError
 from lightning_3d.pipeline.costs import Costing, Costs, matrix_costs, parameter_costs
+from lightning_3d.pipeline.teachers import asked_last, teachers_among
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ def find_block_lists(module: nn.Module, wanted: str | Sequence[str] = "auto") ->
     candidates = {name: child for name, child in modules.items() if name and _is_block_list(child)}
     if not candidates:
         return []
+    asked = teachers_among(module, candidates)
+    candidates = {name: child for name, child in candidates.items() if name not in asked}
     largest = max(candidates, key=lambda name: _num_parameters(candidates[name]))
     kind = type(next(iter(candidates[largest].children())))
     chosen: list[str] = []
@@ -200,6 +203,9 @@ def _positions(
     positions: dict[str, frozenset[int] | None] = {name: frozenset(where) for name, where in found.items()}
     for name in holders - positions.keys():
         positions[name] = None
+    last = frozenset({len(blocks) - 1})
+    for teacher in asked_last(module, blocks, call_order):
+        positions.update({name: last for name in holders if f"{name}.".startswith(f"{teacher}.")})
     return positions
 
 

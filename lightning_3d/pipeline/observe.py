@@ -38,7 +38,8 @@ def _inputs(module: nn.Module) -> Iterator[tuple[nn.Module, str, tuple[Any, ...]
             yield module, "", (), example
         else:
             yield module, "", example if isinstance(example, tuple) else (example,), {}
-    named = list(module.named_modules())
+    # What trains first: a frozen teacher beside it would tell the order of its own calls.
+    named = sorted(module.named_modules(), key=lambda item: not any(p.requires_grad for p in item[1].parameters()))
     for name, child in named:
         dummy = getattr(child, "dummy_inputs", None)
         if isinstance(dummy, dict):

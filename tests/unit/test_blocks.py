@@ -51,6 +51,21 @@ class Seq2Seq(nn.Module):
         return self.head(x)
 
 
+class Distils(nn.Module):
+    """A teacher, larger than the student, that ``forward`` does not ask."""
+
+    def __init__(self, frozen: bool = True, known: bool = True) -> None:
+        super().__init__()
+        self.teacher = Gpt(8, width=16).requires_grad_(not frozen)
+        self.student = Gpt(4)
+        self.encoder = nn.Linear(3, 3).requires_grad_(False)
+        self.known = known
+
+    def forward(self, ids: Tensor) -> Tensor:
+        assert self.known
+        return self.student(ids)
+
+
 def test_the_list_with_the_most_parameters_is_found() -> None:
     (found,) = find_block_lists(Gpt())
     assert found.name == "layers"
@@ -140,3 +155,20 @@ def test_more_chunks_than_blocks_and_wrong_lists_are_refused_with_the_numbers() 
         share_out(model, lists, 2, [3, 4])
     with pytest.raises(StageError, match="none"):
         share_out(nn.Linear(2, 2), find_block_lists(nn.Linear(2, 2)), 2, "flops")
+
+
+def test_a_teacher_is_not_the_model_and_stands_where_the_loss_is() -> None:
+    for known in (True, False):
+        assert [item.name for item in find_block_lists(Distils(known=known))] == ["student.layers"]
+    assert len(find_block_lists(Distils(frozen=False))) == 2
+    assert len(find_block_lists(Distils().requires_grad_(False))) == 2, "which of them trains cannot be told"
+    model = Distils()
+    chunks = share_out(model, find_block_lists(model), 2, "uniform", call_order(model))
+    assert chunks.chunks_of("teacher.embed") == chunks.chunks_of("teacher.layers.0.1") == (1,)
+    assert chunks.chunks_of("encoder") == (0, 1), "what feeds the blocks may be asked anywhere"
+
+
+def test_a_frozen_encoder_that_forward_calls_stays_in_the_chain() -> None:
+    model = Seq2Seq()
+    model.encoder.requires_grad_(False)
+    assert [item.name for item in find_block_lists(model)] == ["encoder", "decoder"]
