@@ -200,7 +200,7 @@ def _settle(
         if choice[region] == len(ways.layouts):
             if source == "user" or block.sequence_dim is not None:
                 raise PlanError(_refusal(block, name, first))
-            for layer in {name for way in ways.layouts for name in (way.row, *(c.name for c in way.columns))}:
+            for layer in {name for way in ways.layouts for name in (*way.rows, *(c.name for c in way.columns))}:
                 block.notes[layer] = f"no way of cutting it keeps {_difference(name, verdict, ways.layouts[0])}"
                 block.sources.pop(layer, None)
             choice[region] = -1
@@ -224,7 +224,7 @@ def _blame(
                 return i
     for i in open_regions:
         layout = block.regions[i][1].layouts[choice[i]]
-        if verdict.layer in (layout.row, *(column.name for column in layout.columns)):
+        if verdict.layer in (*layout.rows, *(column.name for column in layout.columns)):
             return i
     if verdict.layer in block.fixed.names:
         return None
@@ -268,7 +268,7 @@ def _describe_block(applied: AppliedPlan, name: str, part: nn.Module, block: Blo
             kinds[column.name] = "colwise, gathered" if region.gathered else f"colwise{packed}"
             if column.shared_heads:
                 kinds[column.name] = f"colwise, {column.shared_heads} heads shared"
-        kinds[region.row] = "rowwise, split" if region.gathered else "rowwise"
+        kinds.update(dict.fromkeys(region.rows, "rowwise, split" if region.gathered else "rowwise"))
         if region.weights:
             kinds[region.row] = "inner features of every expert"
     kinds.update(dict.fromkeys(layout.attentions, "attention heads"))

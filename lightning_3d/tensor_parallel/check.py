@@ -76,7 +76,7 @@ def check_block(
     """
     count = sum(parameter.numel() for parameter in block.parameters())
     inner = {name for region in layout.regions for name in region.inner}
-    names = [*(region.row for region in layout.regions), *layout.attentions]
+    names = [*(row for region in layout.regions for row in region.rows), *layout.attentions]
     # Some kernels know no float64; masks of one kind or the other may hide every token.
     dtypes = (torch.float64, torch.float32) if count <= _DOUBLE_UP_TO else (torch.float32,)
     for dtype, fill in itertools.product(dtypes, (True, False)):

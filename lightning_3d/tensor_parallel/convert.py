@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_3d.collectives import chunk_sizes
 from lightning_3d.placeholder import Placeholder
+from lightning_3d.tensor_parallel.adapters import share_adapter_dropout
 from lightning_3d.tensor_parallel.attention import AttentionSettings, to_parallel_attention
 from lightning_3d.tensor_parallel.collectives import gather_from_sequence, reduce_scatter_to_sequence
 from lightning_3d.tensor_parallel.heads import changed, show_own_heads
@@ -87,7 +88,8 @@ def shape_hooks(block: nn.Module, layout: BlockLayout, regions: Regions, sequenc
                 if column.entry == "gather":
                     module = block.get_submodule(column.name)
                     module.register_forward_pre_hook(enter((0,)), with_kwargs=True)
-        block.get_submodule(region.row).register_forward_hook(leave)
+        for row in region.rows:
+            block.get_submodule(row).register_forward_hook(leave)
     for name in layout.attentions:
         module = block.get_submodule(name)
 
@@ -183,9 +185,10 @@ def _convert_region(
                 random=random,
                 alone=len(region.columns) == 1,
             )
-    convert_row(
-        block.get_submodule(region.row), region.row, regions, cut, split=region.gathered, scatter_dim=sequence_dim
-    )
+    for row in region.rows:
+        convert_row(block.get_submodule(row), row, regions, cut, split=region.gathered, scatter_dim=sequence_dim)
+    if random:
+        share_adapter_dropout(block, region, regions)
     for division in region.divisions:
         _divide(block.get_submodule(division.module), division.attribute, division.value)
     if region.slices or region.copies or region.views or region.exits:

@@ -25,6 +25,7 @@ from lightning_3d.tensor_parallel.layout import (
 )
 from lightning_3d.tensor_parallel.observe import OUTPUT, LayerUse, Observation, ancestors
 from lightning_3d.tensor_parallel.region import Entry
+from lightning_3d.tensor_parallel.structure import find_groups
 from lightning_3d.tensor_parallel.weights import weight_regions
 
 _HEADS = re.compile(r"(config\.)?(n|num|nb|nr)?_?(attention|attn|query|q)?_?heads?|nhead|h")
@@ -46,6 +47,8 @@ class Skeleton:
     """Number of packed parts that a plan names, by column layer."""
     gathered: bool = False
     """Whether a plan wants all that is between the layers to run whole."""
+    more_rows: list[LayerUse] = field(default_factory=list)
+    """Further layers that read just what the row layer reads."""
     ways: list[RegionLayout] = field(default_factory=list)
     """Ways of cutting it, where they are known from the start."""
 
@@ -101,7 +104,7 @@ def find_cuts(
             cuts.rows[layer] = rule.source
     skeletons += _from_rules(name, seen, rules)
     if derive:
-        taken = set(rules) | {use.name for s in skeletons for use in (*s.columns, s.row)}
+        taken = set(rules) | {use.name for s in skeletons for use in (*s.columns, s.row, *s.more_rows)}
         skeletons += _from_structure(block, seen, taken)
         for layer in seen.layers:
             module = block.get_submodule(layer)
@@ -121,6 +124,8 @@ def find_cuts(
             skeleton.ways or list(_alternatives(name, block, seen, skeleton, tp, sequence, cuts))
         )
         if alternatives.layouts:
+            more = tuple(use.name for use in skeleton.more_rows)
+            alternatives.layouts = [replace(way, more_rows=more) for way in alternatives.layouts]
             cuts.regions.append((skeleton, alternatives))
     return cuts
 
@@ -176,19 +181,8 @@ def _said(rules: Rules, layer: str) -> str:
 
 
 def _from_structure(block: nn.Module, seen: Observation, taken: set[str]) -> list[Skeleton]:
-    skeletons = []
-    taken = set(taken)
-    for row in seen.layers.values():
-        sources = row.reads
-        if row.name in taken or row.reads_hidden or not sources or sources & taken or sources - set(seen.layers):
-            continue
-        if not all(is_linear(block.get_submodule(layer)) for layer in (*sources, row.name)):
-            continue
-        if any(seen.readers[source] != {row.name} for source in sources):
-            continue
-        taken |= {*sources, row.name}
-        skeletons.append(Skeleton([use for use in seen.layers.values() if use.name in sources], row, "derived"))
-    return skeletons
+    groups = find_groups(block, seen, taken)
+    return [Skeleton(group.columns, group.row, "derived", more_rows=group.more_rows) for group in groups]
 
 
 def _from_weights(
@@ -217,7 +211,7 @@ def _alternatives(
     width = features(block.get_submodule(row.name))[0]
     outs = {use.name: features(block.get_submodule(use.name))[1] for use in skeleton.columns}
     derived = skeleton.source == "derived"
-    inner = tuple(sorted(row.parameters))
+    inner = tuple(sorted(row.parameters.union(*(use.parameters for use in skeleton.more_rows))))
     plain = RegionLayout(tuple(ColumnLayout(use.name, (outs[use.name],)) for use in skeleton.columns), row.name)
     around = region_module(plain)
     heads, kv_heads, head_dim = _head_counts(block, around, width, seen)

@@ -93,6 +93,13 @@ class RegionLayout:
     """Parameters of the module ``row`` that are cut, instead of layers in it."""
     added: tuple[str, ...] = ()
     """Biases of it that every rank would add, so that each adds its share."""
+    more_rows: tuple[str, ...] = ()
+    """Further row layers that read what the row layer reads, such as the first layer of an adapter around it."""
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Every row layer."""
+        return (self.row, *self.more_rows)
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ class BlockLayout:
     @property
     def names(self) -> frozenset[str]:
         """Every cut layer."""
-        regions = (name for region in self.regions for name in (*(c.name for c in region.columns), region.row))
+        regions = (name for region in self.regions for name in (*(c.name for c in region.columns), *region.rows))
         return frozenset((*regions, *self.attentions, *self.columns, *self.rows))
 
 

@@ -328,7 +328,7 @@ def _fit_shapes(name: str, trial: Trial, cuts: BlockCuts, made: BlockPlan) -> No
         missing = [index for index in missing if not found[index][0]] if made.sequence_dim is not None else []
     for index, (skeleton, _) in enumerate(cuts.regions):
         fitting, fault = found[index]
-        layers = (*(use.name for use in skeleton.columns), skeleton.row.name)
+        layers = tuple(use.name for use in (*skeleton.columns, skeleton.row, *skeleton.more_rows))
         said = "tp_plan" if skeleton.source == "user" else "model's own plan"
         if fitting:
             made.regions.append((skeleton.source, Alternatives(fitting)))

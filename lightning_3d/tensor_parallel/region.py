@@ -79,5 +79,9 @@ class Regions:
         """Draw random numbers that differ over the axis until :meth:`leave`."""
         self._stream.open()
 
+    def close_stream(self) -> None:
+        """Go back to the common stream before the region ends."""
+        self._stream.close()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
