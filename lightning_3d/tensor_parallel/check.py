@@ -203,13 +203,11 @@ def _run(
     leaves, spec = call.leaves()
     leaves = [_value(leaf, index, dtype, device, fill) for index, leaf in enumerate(leaves)]
     inputs: dict[int, Tensor] = {}
-    # Under sequence parallelism other arguments are whole and their gradients partial or not, which is not checked.
-    trained = {call.hidden, *call.trained} if sequence_dim is None else {call.hidden}
-    for index in sorted(trained):
+    for index in sorted({call.hidden, *call.trained}):
         if index < 0 or not leaves[index].is_floating_point():
             continue
         value = leaves[index]
-        if sequence_dim is not None:
+        if sequence_dim is not None and index == call.hidden:
             length = value.shape[sequence_dim] // axis.size
             value = value.narrow(sequence_dim, axis.rank * length, length).clone()
         inputs[index] = value.requires_grad_()

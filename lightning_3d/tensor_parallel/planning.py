@@ -338,8 +338,8 @@ def _fit_shapes(name: str, trial: Trial, cuts: BlockCuts, made: BlockPlan) -> No
         else:
             raise PlanError(
                 f"The {said} for {', '.join(f'{name}.{layer}' for layer in layers)} cannot be right: with one of"
-                f" {trial.tp} ranks' share of their features the block fails ({fault}). Check packed parts ('colwise:3') and"
-                " head counts, make these layers 'replicate', or use tp_plan='auto'."
+                f" {trial.tp} ranks' share of their features the block fails ({fault}). Check packed parts"
+                " ('colwise:3') and head counts, make these layers 'replicate', or use tp_plan='auto'."
             )
 
 
