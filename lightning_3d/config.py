@@ -62,6 +62,8 @@ class ParallelConfig:
     """What a NaN or infinite gradient does: ``"continue"``, ``"skip"`` the step, or ``"raise"``."""
     sanity_checks: int | None = None
     """Optimizer steps between checks that ranks hold the same; ``None``: at the start only; 0: never."""
+    hang_timeout_s: float | None = None
+    """Seconds without progress after which a rank counts as hanging, is named, and ends the job; ``None``: never."""
     loss_reduction: str = "mean"
     """What the user's loss is over the samples of its batch: their ``"mean"`` or their ``"sum"``."""
     allow_tp_across_nodes: bool = False
@@ -94,6 +96,9 @@ class ParallelConfig:
             )
         if self.sanity_checks is not None and self.sanity_checks != 0:
             _check_positive("sanity_checks", self.sanity_checks)
+        limit = self.hang_timeout_s
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
+            raise ConfigError(f"hang_timeout_s={limit!r} must be a positive number of seconds, or None.")
         self._check_virtual_stages()
         self._check_split()
         self._check_checkpointing()

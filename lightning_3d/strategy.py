@@ -28,9 +28,10 @@ from typing_extensions import override
 
 from lightning_3d.checkpoint import WholeValues
 from lightning_3d.config import ParallelConfig, Sizes
-from lightning_3d.mesh import AXES, build_mesh, where
+from lightning_3d.mesh import AXES, Mesh, build_mesh, where
 from lightning_3d.pipeline.compiling import Compiler
 from lightning_3d.precision import ThreeDPrecision
+from lightning_3d.progress import Progress
 from lightning_3d.sharding import global_norm
 from lightning_3d.trainer.assembly import assemble
 from lightning_3d.trainer.batches import BatchLedger
@@ -53,6 +54,7 @@ from lightning_3d.trainer.sanity import SanityChecks
 from lightning_3d.trainer.start import share_random_state, start_small
 from lightning_3d.trainer.state import StatefulStrategy
 from lightning_3d.trainer.steps import StepRunner
+from lightning_3d.trainer.watchdog import Watchdog
 from lightning_3d.trainer.torch_clipping import TorchClipping
 
 Size = int | Literal["auto"]
@@ -96,6 +98,8 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         sanity_checks: Optimizer steps between checks that replicas, tied weights, weights that tensor-parallel ranks
             share, and the batch within a replica are equal to the bit. By default before the first step of a run, fresh
             or resumed; 0 is never. A difference is a ``SanityError`` with names and ranks.
+        hang_timeout_s: Seconds without progress after which the rank that hangs is found, named with its place, action
+            and stack, and the job is ended. Longer than the longest step, save or compilation; by default off.
         loss_reduction: ``"mean"`` if the loss is a mean over the samples of its batch, ``"sum"`` if it is a sum.
         allow_tp_across_nodes: Accept tensor parallelism wider than a node.
         start_method: How local processes start: ``"popen"`` (the default: the script runs again in every process),
@@ -134,6 +138,7 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         global_batch_size: int | None = None,
         nonfinite: str = "continue",
         sanity_checks: int | None = None,
+        hang_timeout_s: float | None = None,
         loss_reduction: str = "mean",
         allow_tp_across_nodes: bool = False,
         start_method: str | None = None,
@@ -164,6 +169,7 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
             global_batch_size=global_batch_size,
             nonfinite=nonfinite,
             sanity_checks=sanity_checks,
+            hang_timeout_s=hang_timeout_s,
             loss_reduction=loss_reduction,
             allow_tp_across_nodes=allow_tp_across_nodes,
             start_method=start_method,
@@ -175,6 +181,8 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timedelta(seconds=timeout_s)
         self.guard = FailureGuard()
+        self.progress = Progress()
+        self._watchdog = Watchdog(self.guard, self.progress, hang_timeout_s) if hang_timeout_s else None
         self._runner: StepRunner | None = None
         self._clipping: TorchClipping | None = None
         self._hook_logs: HookLogs | None = None
@@ -284,7 +292,7 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
         super().setup_environment()
         if self._mesh is not None:
-            self.guard.start(self._mesh)
+            self._watch(self._mesh)
             self._served.before_setup(self.lightning_module, self._mesh)
             return
         self.set_world_ranks()
@@ -297,8 +305,13 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         self._mesh = build_mesh(sizes, self.root_device)
         # Not a fresh seed, as DDP has it: one process would go on from the state that building the module has left.
         share_random_state(self._mesh)
-        self.guard.start(self._mesh)
+        self._watch(self._mesh)
         self._served.before_setup(self.lightning_module, self._mesh)
+
+    def _watch(self, mesh: Mesh) -> None:
+        self.guard.start(mesh)
+        if self._watchdog is not None:
+            self._watchdog.start(mesh)
 
     @contextmanager
     @override
@@ -317,6 +330,7 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         self._precision.on_batch = self._ledger.take
         if self._assembly is None or self._assembly.stage.module is not module:
             self._assembly = assemble(module, self.config, self.topology, self._precision)
+            self._assembly.engine.progress = self.progress
             self._mesh = self._assembly.topology
             WholeValues(module, self._model_state, self.topology).install()
             rank_zero_info(str(self._assembly.layout))
@@ -368,6 +382,8 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+        if self._watchdog is not None:
+            self._watchdog.stop()
         self.guard.stop()
 
     @override
@@ -391,6 +407,7 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
+        self.progress.enter(f"training batch, after {self.lightning_module.trainer.global_step} optimizer steps")
         if self._sanity.due(self.lightning_module.trainer.global_step):
             self._sanity.check(args[0])
             self._precision.name_nonfinite = True
@@ -404,18 +421,23 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not self._assembled.stage.module.automatic_optimization:
             self._assembled.sharding.release()  # the step changes what the gathered parameters are copies of
-        return super().optimizer_step(optimizer, *args, **kwargs)
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        self.progress.enter("between batches: hooks, loggers, loader")
+        return result
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.progress.enter("validation batch")
         return self._steps.evaluation_step("validation", *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.progress.enter("test batch")
         return self._steps.evaluation_step("test", *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.progress.enter("predict batch")
         return self._steps.evaluation_step("predict", *args, **kwargs)
 
     @property

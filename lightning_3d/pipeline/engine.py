@@ -22,6 +22,7 @@ from lightning_3d.pipeline.stage import Stage
 from lightning_3d.pipeline.transport import ACTIVATIONS, GRADIENTS, Fact, Pending, Transport
 from lightning_3d.placeholder import Placeholder
 from lightning_3d.provenance import Root
+from lightning_3d.progress import Progress
 from lightning_3d.schedules import Action, Kind, build
 
 
@@ -90,6 +91,7 @@ class Engine:
         self._settled: set[int] = set()
         self._reset()
         self.times = StepTimes()
+        self.progress = Progress()
 
     def _reset(self) -> None:
         self._flights: dict[tuple[int, int], Flight] = {}
@@ -135,6 +137,7 @@ class Engine:
 
     def _execute(self, actions: Sequence[Action], pieces: Sequence[MicroBatch]) -> None:
         for action in actions:
+            self.progress.act(action)
             self._HANDLERS[action.kind](self, action, pieces[action.micro_batch])
 
     # --- forward ---------------------------------------------------------------------------------------------------

@@ -216,13 +216,15 @@ class FailureGuard:
         while self._armed and time.monotonic() - start < GRACE_S:
             if self._raised:  # it is on its way out
                 time.sleep(_PERIOD_S)
-            elif _is_stuck(_STUCK_S):
-                if not cut:
-                    _cut_local_connections()
+            elif not cut and _is_stuck(_STUCK_S):
+                _cut_local_connections()
                 cut = True
             elif not thrown and time.monotonic() - start > 2 * _STUCK_S:
+                # Also where it seemed stuck: a loop that sleeps looks like a wait, and raises when it wakes up.
                 _throw(threading.main_thread(), SiblingFailure)
                 thrown = True
+            else:
+                time.sleep(_PERIOD_S)
         if self._armed:
             self._end()
 

@@ -35,7 +35,7 @@ LAYERS = """
     collectives  placeholder  example_inputs
     provenance
     mesh
-    config
+    config  progress
     schedules  partition
     errors
 """

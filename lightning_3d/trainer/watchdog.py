@@ -1,0 +1,162 @@
+"""A rank that hangs is found and named; the job ends instead of waiting for a time-out of the network."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_3d.mesh import Mesh, where
+from lightning_3d.progress import Progress
+from lightning_3d.trainer.failure import FailureGuard
+
+_KEY = "lightning_3d/hang"
+_ANSWER_S = 5.0
+"""How long ranks have to say where they stand once one of them has called."""
+
+# Frames in these places wait for other ranks: such a rank is held up, and does not hold up others.
+_WAITING = (
+    str(Path("torch", "distributed")),
+    str(Path("lightning_3d", "collectives.py")),
+    str(Path("lightning_3d", "pipeline", "transport.py")),
+    str(Path("lightning_3d", "trainer", "messages.py")),
+)
+_INNERMOST = 4
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank stands; crosses the store as JSON."""
+
+    doing: str
+    idle_s: float
+    """Seconds since it last began something."""
+    waiting: bool
+    """Whether it waits for another rank."""
+    stack: str
+
+
+class Watchdog:
+    """Watches from a thread that this rank goes on, and finds out with the others who does not.
+
+    A rank that begins nothing for ``timeout_s`` calls all ranks through the store. Each watchdog answers with what its
+    rank does, for how long, and its stack. Those that do not answer (a process that is stopped, or a call that never
+    comes back from C++), else those that are busy and do not wait for anybody, hold up the rest: they are named, with
+    place on the mesh, stage, action and stack, and the job ends as after any failure of a rank.
+
+    Args:
+        guard: Ends the job.
+        progress: Of this rank.
+        timeout_s: Seconds; longer than the longest step, validation hook, save or compilation.
+    """
+
+    def __init__(self, guard: FailureGuard, progress: Progress, timeout_s: float) -> None:
+        self._guard = guard
+        self._progress = progress
+        self._timeout_s = timeout_s
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, mesh: Mesh) -> None:
+        """Once the process group stands, and again at each later run; one rank alone is not watched."""
+        if mesh.world.size == 1 or self._thread is not None:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        store = store.clone() if hasattr(store, "clone") else store
+        self._stop.clear()
+        self._thread = threading.Thread(
+            target=self._watch, args=(mesh, store), name="lightning-3d-watchdog", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """At the end of a run."""
+        self._stop.set()
+        self._thread = None
+
+    def _watch(self, mesh: Mesh, store: Any) -> None:
+        stop = self._stop
+        seen, since = self._progress.count, time.monotonic()
+        period = min(1.0, self._timeout_s / 10)
+        while not stop.wait(period):
+            if self._progress.count != seen:
+                seen, since = self._progress.count, time.monotonic()
+            idle = time.monotonic() - since
+            try:
+                called = store.check([_KEY])
+                if not called and idle < self._timeout_s:
+                    continue
+                store.set(f"{_KEY}/{mesh.rank}", json.dumps(asdict(self._standing(idle))))
+                if called or store.compare_set(_KEY, "", str(mesh.rank)) != str(mesh.rank).encode():
+                    return
+                found = _answers(store, mesh.world.size)
+            except Exception:  # the store went away with rank 0: the guard says so
+                return
+            if not stop.is_set():
+                self._guard.trip(report(found, mesh, self._timeout_s), announce=True)
+            return
+
+    def _standing(self, idle_s: float) -> Standing:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
+        waiting = any(place in entry.filename for entry in stack[-_INNERMOST:] for place in _WAITING)
+        return Standing(str(self._progress), round(idle_s, 1), waiting, "".join(traceback.format_list(stack[-12:])))
+
+
+def report(found: Mapping[int, Standing], mesh: Mesh, timeout_s: float) -> str:
+    """The message that names who holds up the rest.
+
+    Args:
+        found: What the ranks answered; those that are missing did not.
+        mesh: The mesh.
+        timeout_s: The time without progress that was allowed.
+    """
+    sizes = mesh.sizes
+    silent = [rank for rank in range(sizes.world) if rank not in found]
+    busy = [rank for rank, standing in found.items() if not standing.waiting and standing.idle_s >= timeout_s / 2]
+    lines = [f"no progress for {timeout_s:g} s (hang_timeout_s)"]
+    for rank in silent:
+        lines.append(
+            f"{where(rank, sizes)}, stage {_stage(rank, sizes)}, does not answer: its process is stopped, gone or"
+            " stands in a call that does not return to Python"
+        )
+    for rank in busy if not silent else []:
+        standing = found[rank]
+        lines.append(
+            f"{where(rank, sizes)}, stage {_stage(rank, sizes)}, hangs: {standing.doing or 'outside of steps'}, for"
+            f" {standing.idle_s:g} s, at (innermost call last)\n{standing.stack.rstrip()}"
+        )
+    if not silent and not busy:
+        lines.append("all ranks wait for each other: they do not agree on what to do next. Each stands at")
+        for rank, standing in sorted(found.items()):
+            innermost = standing.stack.strip().splitlines()[-2:]
+            lines.append(f"{where(rank, sizes)}: {standing.doing}; {' '.join(line.strip() for line in innermost)}")
+    else:
+        held_up = sorted(set(found) - set(busy))
+        lines.append(f"held up by it: {', '.join(where(rank, sizes) for rank in held_up) or 'nobody'}")
+    return "\n".join(lines)
+
+
+def _stage(rank: int, sizes: Any) -> int:
+    return int(rank // (sizes.dp * sizes.tp))
+
+
+def _answers(store: Any, world: int) -> dict[int, Standing]:
+    deadline = time.monotonic() + _ANSWER_S
+    missing = set(range(world))
+    found: dict[int, Standing] = {}
+    while missing and time.monotonic() < deadline:
+        for rank in sorted(missing):
+            if store.check([f"{_KEY}/{rank}"]):
+                found[rank] = Standing(**json.loads(store.get(f"{_KEY}/{rank}")))
+        missing -= found.keys()
+        time.sleep(0.1)
+    return found
