@@ -184,7 +184,8 @@ def silence() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            warnings.simplefilter("ignore", DeprecationWarning)
+            for kind in (DeprecationWarning, FutureWarning):  # between the libraries themselves
+                warnings.simplefilter("ignore", kind)
             yield
     finally:
         logger.removeHandler(handler)
