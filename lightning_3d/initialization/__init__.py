@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_3d.initialization.agreement import Recipes
 from lightning_3d.initialization.deferral import LARGE, deferring, following, paused
+from lightning_3d.initialization.pretrained import reading_late
 from lightning_3d.initialization.rebuild import rebuild
 from lightning_3d.initialization.recipes import value_of
 from lightning_3d.initialization.values import is_deferred, materialise, missing_values
@@ -17,6 +18,7 @@ __all__ = [
     "materialise",
     "missing_values",
     "paused",
+    "reading_late",
     "rebuild",
     "value_of",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from lightning_3d.placeholder import is_placeholder
 def rebuild(module: nn.Module) -> str:
     """Initialise what ``module`` holds on the meta device again, as the constructors of its parts would have done.
 
-    Part by part, children first, ``reset_parameters`` is called; then models of Hugging Face initialise themselves.
+    Part by part, children first, ``reset_parameters`` is called; models of Hugging Face then initialise themselves.
     Draws random numbers. Nothing on the meta device is left without a recipe.
 
     Returns:
@@ -30,24 +31,43 @@ def rebuild(module: nn.Module) -> str:
     born = {name: tensor for name, tensor in _named(module) if _is_bare(tensor)}
     if not born:
         return ""
-    before = {name: tensor._version for name, tensor in born.items() if isinstance(tensor, nn.Parameter)}
+    before = {id(tensor): tensor._version for tensor in born.values() if isinstance(tensor, nn.Parameter)}
+    models = [part for part in module.modules() if hasattr(part, "initialize_weights")]
+    theirs = {id(tensor) for model in models for tensor in model.parameters()}
+    changed: set[int] = set()
     with deferring(None), torch.no_grad():
         for tensor in born.values():
             _restart(tensor)
+        ties = _untie(module, before)
+        # Which of two parts of different kinds has made a weight that they share, nobody knows.
+        changed |= {id(tie.parameter) for tie in ties if tie.is_mixed and id(tie.parameter) not in theirs}
+        for model in models:
+            _unmark(model)
         for part in _children_first(module):
-            _reset(part)
-        changed = [name for name, version in before.items() if born[name]._version < version]
-        for model in _self_initialising(module):
-            _initialise(model)
+            did_reset = _reset(part)
+            for parameter in part.parameters(recurse=False):
+                # Of parts that only their model initialises, nobody knows what their constructor does.
+                is_known = did_reset and id(parameter) in theirs
+                if is_known and parameter._version < before.get(id(parameter), 0):
+                    changed.add(id(parameter))
+            if hasattr(part, "initialize_weights"):
+                part.initialize_weights()  # type: ignore[operator]
+        for model in models:
+            _unmark(model)
+        for tie in ties:
+            tie.part._parameters[tie.key] = tie.parameter
+    outside = [tensor for tensor in born.values() if id(tensor) in before and id(tensor) not in theirs]
+    changed |= {id(tensor) for tensor in outside if tensor._version < before[id(tensor)]}
+    lost = [name for name, tensor in born.items() if id(tensor) in changed]
     unset = [name for name, tensor in born.items() if never_written(tensor)]
     saved = set(module.state_dict(keep_vars=True))
-    if lost := [name for name in unset if name not in saved]:
-        raise ConfigError(_unset(lost))
-    if changed:
+    if never := [name for name in unset if name not in saved]:
+        raise ConfigError(_unset(never))
+    if lost:
         return (
-            f"These parameters were built on the meta device and then changed (an initialisation of your own?), which"
-            f" is lost there: {some(changed)}. Build the module in configure_model, where the meta device keeps what is"
-            " done to a tensor, do the initialisation in reset_parameters() of its parts, or load a checkpoint with"
+            "These parameters were built on the meta device and then changed (an initialisation of your own, or a tie),"
+            f" which is lost there: {some(lost)}. Build the module in configure_model, where the meta device keeps what"
+            " is done to a tensor, do the initialisation in reset_parameters() of its parts, or load a checkpoint with"
             " ckpt_path."
         )
     return _unset(unset) if unset else ""
@@ -90,32 +110,51 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield from walk(module)
 
 
-def _reset(part: nn.Module) -> None:
-    own = [t for t in (*part._parameters.values(), *part._buffers.values()) if t is not None]
+@dataclass(frozen=True)
+class _Tie:
+    """A parameter under its second name."""
+
+    part: nn.Module
+    key: str
+    parameter: nn.Parameter
+    is_mixed: bool
+    """Whether the part that has the first name is of another class."""
+
+
+def _untie(module: nn.Module, born: Container[int]) -> list[_Tie]:
+    """Put other parameters in the place of second names, as their constructors did; gives what was there."""
+    first: dict[int, type] = {}
+    ties: list[_Tie] = []
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is None or id(parameter) not in born:
+                continue
+            if id(parameter) in first:
+                ties.append(_Tie(part, key, parameter, first[id(parameter)] is not type(part)))
+            first.setdefault(id(parameter), type(part))
+    for tie in ties:
+        tie.part._parameters[tie.key] = nn.Parameter(torch.empty_like(tie.parameter, device="meta"))
+    return ties
+
+
+def _reset(part: nn.Module) -> bool:
+    """Let ``part`` fill what it holds itself, if it knows how and all of that is to be filled."""
+    own = [tensor for tensor in (*part._parameters.values(), *part._buffers.values()) if tensor is not None]
     for name in ("reset_parameters", "_reset_parameters"):
         reset = getattr(part, name, None)
         tensors = own or (list(part.parameters()) if name == "_reset_parameters" else [])
         if callable(reset) and tensors and all(memory_of(tensor) is not None for tensor in tensors):
             reset()
-            return
+            return True
+    return False
 
 
-def _self_initialising(module: nn.Module) -> list[nn.Module]:
-    """The outermost models that initialise all of their parts themselves, as those of Hugging Face do."""
-    found = [part for part in module.modules() if hasattr(part, "initialize_weights")]
-    inside = {id(inner) for part in found for inner in part.modules() if inner is not part}
-    return [
-        part
-        for part in found
-        if id(part) not in inside and any(memory_of(tensor) is not None for _, tensor in _named(part))
-    ]
-
-
-def _initialise(model: nn.Module) -> None:
+def _unmark(model: nn.Module) -> None:
+    """Let a model of Hugging Face initialise everything that was to be filled, and nothing else."""
     for part in model.modules():
         vars(part).pop("_is_hf_initialized", None)
-    for _, tensor in _named(model):
-        tensor._is_hf_initialized = memory_of(tensor) is None  # type: ignore[attr-defined]
-    model.initialize_weights()  # type: ignore[operator]
-    for _, tensor in _named(model):
-        del tensor._is_hf_initialized  # type: ignore[attr-defined]
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None and memory_of(tensor) is None:
+                tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+            elif tensor is not None:
+                vars(tensor).pop("_is_hf_initialized", None)

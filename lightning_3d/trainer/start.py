@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from lightning_3d.collectives import as_bytes, broadcast_object
 from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
-from lightning_3d.initialization import LARGE, Recipes, deferring, is_deferred
+from lightning_3d.initialization import LARGE, Recipes, deferring, is_deferred, reading_late
 from lightning_3d.mesh import Mesh
 from lightning_3d.trainer.host_random import HostRandomState
 
@@ -21,14 +22,17 @@ def share_random_state(mesh: Mesh) -> None:
     broadcast_object(HostRandomState.get(), mesh.control_world, 0).set()
 
 
-def start_small(mesh: Mesh, config: ParallelConfig) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def start_small(mesh: Mesh, config: ParallelConfig) -> Iterator[None]:
     """Within, models are built without memory for their large parameters, where a rank will hold only parts of them.
 
     Elsewhere only what the user's code puts on the meta device is. Either way everything gets the values that one
     process would have given it.
     """
     cuts = mesh.pp.size > 1 or mesh.tp.size > 1 or (mesh.dp.size > 1 and config.zero_stage > 0)
-    return deferring(LARGE if cuts else None)
+    least = LARGE if cuts else None
+    with deferring(least), reading_late(least):
+        yield
 
 
 def own_memory(module: nn.Module) -> None:
