@@ -26,7 +26,7 @@ def explain(message: str, parser: Any) -> str:
     if found := _IN_CLASS.search(message):
         known = options_of(found["path"])
         name = found["path"].rpartition(".")[2]
-        return f"{name} has no option {found['key']!r}.{_suggest(found['key'], known, prefix='')}" + (
+        return f"{name} has no option {found['key']!r}.{suggest(found['key'], known, prefix='')}" + (
             f" It has: {', '.join(known)}." if known else ""
         )
     if found := _NO_CLASS.search(message):
@@ -34,14 +34,14 @@ def explain(message: str, parser: Any) -> str:
             known = [name for name in dir(importlib.import_module(found["module"])) if not name.startswith("_")]
         except ImportError:
             known = []
-        hint = _suggest(found["name"], known, prefix=found["module"] + ".")
+        hint = suggest(found["name"], known, prefix=found["module"] + ".")
         return f"{found['module']!r} has no {found['name']!r}.{hint}"
     if found := _UNKNOWN.search(message):
         key = found["key"]
         parent, name = unknown_part(key, keys_of(parser))
         siblings = children_of(parent, keys_of(parser))
         prefix = parent + "." if parent else ""
-        return f"{prefix + name!r} is not an option.{_suggest(name, siblings, prefix)}"
+        return f"{prefix + name!r} is not an option.{suggest(name, siblings, prefix)}"
     return message
 
 
@@ -88,6 +88,7 @@ def children_of(parent: str, known: Iterable[str]) -> list[str]:
     return sorted({key[len(prefix) :].split(".")[0] for key in known if key.startswith(prefix)})
 
 
-def _suggest(name: str, known: Iterable[str], prefix: str) -> str:
+def suggest(name: str, known: Iterable[str], prefix: str) -> str:
+    """Return a question whether the nearest of ``known`` was meant, after a space; empty if none is near."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {prefix + nearest[0]!r}?" if nearest else ""

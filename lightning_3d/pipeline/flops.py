@@ -23,7 +23,7 @@ LONGEST = 4096
 """Length of made-up sequences at most: models are built for longer ones than they are trained on."""
 _MOST_OPERATIONS = 100_000
 """Operations after which a run is given up (seconds; a number, not a time, so that all ranks decide alike)."""
-_LENGTHS = (512, 8)
+_LENGTHS = (512, 256, 128, 64, 32, 16, 8)
 """Lengths to try where the model does not tell one."""
 _LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "block_size", "seq_len")
 
