@@ -34,6 +34,7 @@ from lightning_3d.placeholder import is_placeholder
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.random import States, StepStreams
 from lightning_3d.sharding import Sharding, build_sharding, make_ties
+from lightning_3d.trainer.kept import KeptParameters
 from lightning_3d.trainer.layout import Layout
 from lightning_3d.trainer.metrics import bind_metrics
 from lightning_3d.trainer.start import own_memory, share_random_state, share_weights
@@ -106,7 +107,7 @@ class Assembly:
                 "The step computes with parameters that it kept from before the module was laid out:"
                 f" {', '.join(lost)}. Since then others stand in their place (shards, or those of another stage), so"
                 " what it kept is never trained. Read parameters from their module when they are used"
-                " (self.head.weight), and do not keep them in lists or other objects."
+                " (self.head.weight), or keep them in a list, tuple or dict that is an attribute of a module."
             )
 
     def current_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -175,6 +176,8 @@ def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, pre
     if mesh.world.size > 1:
         give_streams({name: module.get_submodule(name) for name in chunks.blocks if cut.owns(name)}, streams)
     cut.install()
+    if mesh.world.size > 1:
+        KeptParameters(module, original).install(stage)
     bind_metrics(module, mesh)
     engine = Engine(stage, mesh, config.schedule, config.virtual_stages, sharding)
     assembly = Assembly(config, mesh, stage, engine, sharding, streams, applied, layout, keys, ties, original)

@@ -93,18 +93,23 @@ def test_plugins_without_effect_are_refused_when_the_trainer_is_made() -> None:
             Trainer(accelerator="cpu", devices=2, strategy=ThreeDStrategy(), **given)
 
 
-class WithParametersInAList(Chain):
+class Keeps:
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.weight = weight
+
+
+class WithParametersInAnObject(Chain):
     def __init__(self) -> None:
         super().__init__()
-        self.kept = [self.head.weight]
+        self.kept = Keeps(self.head.weight)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return nn.functional.linear(self.blocks(self.embed(batch)), self.kept[0]).square().mean()
+        return nn.functional.linear(self.blocks(self.embed(batch)), self.kept.weight).square().mean()
 
 
 @pytest.mark.parametrize("options", [{"zero_stage": 1}, {"zero_stage": 3}, {"zero_stage": 0}, {"tensor_parallel": 2}])
 def test_parameters_kept_elsewhere_train_or_are_refused(options: dict[str, int]) -> None:
     refused = options.get("zero_stage", 0) > 0
-    for name, message in run_trainer(2, fault, WithParametersInAList, options):
+    for name, message in run_trainer(2, fault, WithParametersInAnObject, options):
         assert name == (ConfigError.__name__ if refused else ""), message
         assert not refused or "head.weight" in message
