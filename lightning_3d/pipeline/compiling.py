@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.backends.registry import list_backends, lookup_backend
+from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.eval_frame import OptimizeContext, innermost_backend
 from torch._dynamo.exc import InvalidBackend
 
@@ -43,8 +43,8 @@ class Compiler:
             lookup_backend(option)
         except InvalidBackend as error:
             raise ConfigError(
-                f"compile={option!r} names a backend that torch.compile does not have. Choose from"
-                f" {', '.join(sorted({'inductor', *list_backends()}))}, or compile=True for inductor."
+                f"compile={option!r} names a backend that torch.compile does not have. Use compile=True (inductor),"
+                " 'aot_eager', 'eager', or another that torch.compiler.list_backends(None) names."
             ) from error
         return cls(option)
 
