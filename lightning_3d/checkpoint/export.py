@@ -149,15 +149,23 @@ def _model_keys(chosen: Description, tensors: Mapping[str, Source]) -> tuple[dic
     outer, inner = _dotted(chosen.name), _dotted(chosen.base)
     of_adapters = {full for adapter in chosen.adapters.values() for full in adapter.keys.values()}
     left = [key for key in tensors if key not in of_adapters and not key.startswith(inner)]
-    skipped = [re.compile(pattern) for pattern in chosen.left_out]
+    ignored = [re.compile(pattern) for pattern in chosen.ignored]
     own: dict[str, Source] = {}
     for key, value in tensors.items():
         if key in of_adapters or not key.startswith(inner):
             continue
         plain = ".".join(part for part in key[len(inner) :].split(".") if part not in _WRAPPING or not chosen.adapters)
-        if not any(pattern.fullmatch(plain) for pattern in skipped):
+        if not any(pattern.fullmatch(plain) for pattern in ignored):
             own[plain] = value
+    # Weights that the configuration ties but that were trained apart are both written: transformers then unties them.
+    kept = {_identity(value) for key, value in own.items() if key not in chosen.tied}
+    own = {key: value for key, value in own.items() if key not in chosen.tied or _identity(value) not in kept}
     return own, [key for key in left if not outer or not key.startswith(outer) or outer == inner]
+
+
+def _identity(value: Source) -> object:
+    """The same for two names of one tensor."""
+    return value.key if isinstance(value, StoredTensor) else (value.data_ptr(), value.shape, value.stride())
 
 
 def _write_model(

@@ -44,8 +44,10 @@ class Description:
     """What ``config.json`` says."""
     generation_config: Mapping[str, Any] | None = None
     """What ``generation_config.json`` says, if the model generates."""
-    left_out: Sequence[str] = ()
-    """Keys of the model that it ties to others, or makes itself, on loading."""
+    tied: Sequence[str] = ()
+    """Keys of the model that it ties to others on loading."""
+    ignored: Sequence[str] = ()
+    """Patterns of keys that the model makes itself on loading."""
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     """By name."""
 
@@ -119,7 +121,8 @@ def _describe(name: str, model: Any) -> Description:
         kind=type(base).__name__,
         config=config,
         generation_config=json.loads(base.generation_config.to_json_string()) if generates else None,
-        left_out=sorted({*_tied(base), *(getattr(base, "_keys_to_ignore_on_save", None) or ())}),
+        tied=sorted(_tied(base)),
+        ignored=sorted(getattr(base, "_keys_to_ignore_on_save", None) or ()),
         adapters=_adapters(model, base, name),
     )
 

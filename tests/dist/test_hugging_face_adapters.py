@@ -1,4 +1,4 @@
-"""Adapters of PEFT at layouts: the base is frozen, the optimizer knows adapters only, checkpoints have the usual keys."""
+"""Adapters of PEFT at layouts: the base is frozen, the optimizer knows adapters only, checkpoints have their keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from peft import PeftModel
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from lightning_3d.checkpoint import consolidate, export_hugging_face
+from lightning_3d.checkpoint import consolidate, export_hugging_face, to_lightning
 from lightning_3d.trainer.assembly import Assembly
 from tests.dist.hugging_face_modules import Case, CausalLM, agree, fit, lora, silence, tiny_llama, train
 from tests.dist.lightning_modules import Mesh, numbers, on_ranks, seeded, whole_weights
@@ -88,6 +88,8 @@ def test_adapters_are_cut_saved_exported_and_merged(tmp_path: Path) -> None:
     stock = torch.load(single, weights_only=True)["state_dict"]
     state = consolidate(path)
     assert state.keys() == stock.keys()
+    (optimizer,) = to_lightning(path)["optimizer_states"]
+    assert len(optimizer["state"]) == len(optimizer["param_groups"][0]["params"]) == sum("lora" in key for key in stock)
     trained = seeded(CausalLM, tiny_llama(), **CASES["lora"].module).double()
     trained.load_state_dict(state)
     ids = torch.arange(1, 13).view(2, 6)

@@ -88,6 +88,15 @@ def test_every_kind_loads_without_a_word(make: Callable[[], Any], tmp_path: Path
     assert ours == theirs
 
 
+def test_weights_that_were_untied_by_hand_are_both_kept(tmp_path: Path) -> None:
+    model = tied_llama()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() + 1)
+    done = export_hugging_face(saved(model, tmp_path / "x.ckpt"), tmp_path / "hf", model=model)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(done.folder)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
+
+
 def test_values_pass_through_the_file_as_they_are(tmp_path: Path) -> None:
     tensors = {str(dtype): (torch.arange(12) % 2).reshape(3, 4).to(dtype).t() for dtype in NAMES}
     tensors |= {"empty": torch.empty(0, 3), "number": torch.tensor(2.5)}
