@@ -80,8 +80,8 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         micro_batch_size: Samples in a piece, instead of ``num_micro_batches``.
         pipeline_blocks: Name of the list of repeated layers, such as ``"model.layers"``, or names of several lists
             that form a chain. ``"auto"`` takes the list with the most parameters.
-        pipeline_split: How blocks are shared out over chunks: ``"uniform"``, ``"parameters"``, ``"flops"``, or the
-            number of blocks of every chunk, such as ``[3, 4]``.
+        pipeline_split: How blocks are shared out over chunks: ``"flops"``, ``"profile"`` (measured), ``"parameters"``,
+            ``"uniform"``, or the number of blocks of every chunk, such as ``[3, 4]``.
         tp_plan: ``"auto"``, or patterns of layer names with how each is cut: ``"colwise"``, ``"rowwise"``,
             ``"vocab"``, ``"replicate"`` or ``"colwise:3"`` (three matrices packed in one).
         sequence_parallel: Cut activations between tensor-parallel layers along the sequence.

@@ -151,6 +151,7 @@ _SMALL: dict[str, object] = {
     **dict.fromkeys(("max_source_positions", "max_target_positions"), 64),
     **dict.fromkeys(("embedding_size", "moe_intermediate_size"), 32),
     "num_experts_per_tok": 2,
+    "image_size": 64,
     "vocab_size": 512,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -170,7 +171,9 @@ def _small(config: Any) -> dict[str, Any]:
     for key in plain:
         part: Any = getattr(config, key, None)
         if hasattr(part, "to_dict") and hasattr(part, "model_type"):
-            small[key] = {**part.to_dict(), **_small(part)}
+            # What follows from the number of layers is left for the configuration to work out again.
+            whole = {name: value for name, value in part.to_dict().items() if name != "layer_types"}
+            small[key] = {**whole, **_small(part)}
     return small
 
 

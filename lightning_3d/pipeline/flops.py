@@ -39,6 +39,10 @@ class FlopCount:
     """Shapes of the inputs that were run, for people."""
 
 
+class _TooMany(Exception):
+    """The run has too many operations to be counted."""
+
+
 class FlopCounter(TorchDispatchMode):
     """Adds up operations of forward and backward, for the block that was called last.
 
@@ -60,7 +64,7 @@ class FlopCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         self._left -= 1
         if self._left < 0:
-            raise RuntimeError("This run has too many operations to be counted.")
+            raise _TooMany
         out = func(*args, **kwargs)
         forward, backward = _operations(func, args, kwargs, out)
         self.costs[self.position] += forward * (1 + self._recomputed * self.is_inside) + backward
@@ -109,19 +113,26 @@ def count_flops(module: nn.Module, blocks: Sequence[str], recomputed: float = 0.
     Returns:
         The count, or ``None`` if no inputs run through all blocks.
     """
+    found: FlopCount | None = None
     for target in _targets(module, blocks):
         known = known_length(target)
         for length in dict.fromkeys(length for length in (known, *_LENGTHS) if length):
             # Some operations know only this type on meta.
             for call, dtype in itertools.product(example_inputs(target, 1, length), (None, torch.bfloat16)):
-                with contextlib.suppress(Exception):
-                    counter = FlopCounter(len(blocks), recomputed)
-                    reached = _run(module, target, blocks, call, dtype, counter)
-                    if reached == set(blocks):
-                        shapes = [x.shape for x in pytree.tree_leaves(call) if isinstance(x, Tensor)]
-                        inputs = " and ".join(" x ".join(map(str, shape)) for shape in dict.fromkeys(shapes))
-                        return FlopCount(tuple(counter.costs), inputs)
-    return None
+                counter = FlopCounter(len(blocks), recomputed)
+                reached, error = _run(module, target, blocks, call, dtype, counter)
+                if reached != set(blocks) or isinstance(error, _TooMany):
+                    continue
+                count = FlopCount(tuple(counter.costs), _shapes(call))
+                if error is None:
+                    return count
+                found = found or count  # it may have failed in a loss that wants targets
+    return found
+
+
+def _shapes(call: Call) -> str:
+    shapes = [x.shape for x in pytree.tree_leaves(call) if isinstance(x, Tensor)]
+    return " and ".join(" x ".join(map(str, shape)) for shape in dict.fromkeys(shapes))
 
 
 def _targets(module: nn.Module, blocks: Sequence[str]) -> Iterator[nn.Module]:
@@ -152,8 +163,8 @@ def _run(
     call: Call,
     dtype: torch.dtype | None,
     counter: FlopCounter,
-) -> set[str]:
-    """Run ``target`` on meta, all floating point in one type if one is given; the blocks that were called."""
+) -> tuple[set[str], Exception | None]:
+    """Run ``target`` on meta, all floating point in one type if one is given; the blocks called, and how it failed."""
     reached: set[str] = set()
 
     def enter(index: int, name: str) -> Callable[..., None]:
@@ -185,11 +196,13 @@ def _run(
             stack.enter_context(counter)
             output = torch.func.functional_call(target, tensors, args, kwargs, tie_weights=False)
             _loss(output)
+    except Exception as error:
+        return reached, error
     finally:
         for part, values in attributes.items():
             vars(part).clear()
             vars(part).update(values)
-    return reached
+    return reached, None
 
 
 def _loss(output: Any) -> None:
