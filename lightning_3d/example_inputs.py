@@ -80,6 +80,10 @@ _PARTS = ("text_config", "vision_config", "encoder", "decoder", "audio_config")
 """Where a configuration of several parts keeps them."""
 
 
+_SIDES = (32, 64, 224, 16, 28, 128, 256)
+"""Sides of pictures that are tried."""
+
+
 def _guesses(module: nn.Module, batch: int, length: int) -> Iterator[Call]:
     """Inputs by the first layer that has parameters, then token numbers, each once and twice."""
     inputs: list[Tensor] = []
@@ -96,7 +100,7 @@ def _guesses(module: nn.Module, batch: int, length: int) -> Iterator[Call]:
             inputs.append(torch.zeros(batch, length, layer.embed_dim, dtype=dtype))
         elif isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             dims = len(layer.kernel_size)
-            inputs.extend(torch.zeros(batch, layer.in_channels, *[side] * dims, dtype=dtype) for side in (32, 64, 224))
+            inputs.extend(torch.zeros(batch, layer.in_channels, *[side] * dims, dtype=dtype) for side in _SIDES)
         if inputs:
             break
     if not any(not tensor.is_floating_point() for tensor in inputs):
@@ -109,9 +113,10 @@ def _guesses(module: nn.Module, batch: int, length: int) -> Iterator[Call]:
 
 def _takes(module: nn.Module, name: str) -> bool:
     try:
-        return name in inspect.signature(module.forward).parameters
+        parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
         return False
+    return any(item.name == name or item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
 
 
 def _read(module: nn.Module, name: str) -> Any:

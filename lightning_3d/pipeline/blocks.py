@@ -1,7 +1,8 @@
-"""Finding the repeated layers of a model, sharing them out over chunks, and deciding who owns the rest."""
+"""Sharing the blocks of a model out over chunks, and deciding who owns the rest."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,18 +10,11 @@ from torch import nn
 
 from lightning_3d import partition
 from lightning_3d.errors import ConfigError, StageError
+from lightning_3d.pipeline.block_lists import BlockList, find_block_lists, in_call_order
 from lightning_3d.pipeline.costs import Costing, Costs, matrix_costs, parameter_costs
-from lightning_3d.pipeline.teachers import asked_last, teachers_among
+from lightning_3d.pipeline.teachers import asked_last
 
-
-@dataclass(frozen=True)
-class BlockList:
-    """One list of repeated layers of the model."""
-
-    name: str
-    """Fully qualified name of the ``ModuleList`` or ``Sequential``."""
-    blocks: tuple[str, ...]
-    """Fully qualified names of its children, in order."""
+__all__ = ["BlockList", "ChunkMap", "find_block_lists", "share_out"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +22,7 @@ class ChunkMap:
     """Which chunk of the pipeline every module of the model belongs to."""
 
     blocks: tuple[str, ...]
-    """All blocks, in the order in which they are called."""
+    """All blocks, in the order in which they are called; one that is called several times stands there as often."""
     starts: tuple[int, ...]
     """Index of the first block of every chunk, and the number of blocks at the end."""
     outside: Mapping[str, tuple[int, ...]]
@@ -42,68 +36,23 @@ class ChunkMap:
         return len(self.starts) - 1
 
     def blocks_of(self, chunk: int) -> tuple[str, ...]:
-        """Names of the blocks of ``chunk``."""
-        return self.blocks[self.starts[chunk] : self.starts[chunk + 1]]
+        """Names of the blocks of ``chunk``, each once."""
+        return tuple(dict.fromkeys(self.blocks[self.starts[chunk] : self.starts[chunk + 1]]))
+
+    def chunk_of(self, call: int) -> int:
+        """The chunk that runs the call of a block with this number."""
+        return max(0, min(bisect_right(self.starts, max(0, call)) - 1, self.num_chunks - 1))
 
     def chunks_of(self, module_name: str) -> tuple[int, ...]:
         """The chunks that own the module of that name; every chunk for a module that holds no parameters."""
-        for chunk in range(self.num_chunks):
-            if any(module_name == name or module_name.startswith(name + ".") for name in self.blocks_of(chunk)):
-                return (chunk,)
+        inside = [
+            chunk
+            for chunk in range(self.num_chunks)
+            if any(module_name == name or module_name.startswith(name + ".") for name in self.blocks_of(chunk))
+        ]
+        if inside:
+            return tuple(inside)
         return self.outside.get(module_name, tuple(range(self.num_chunks)))
-
-
-def find_block_lists(module: nn.Module, wanted: str | Sequence[str] = "auto") -> list[BlockList]:
-    """The lists of repeated layers, in registration order (or in the order in which the user named them).
-
-    ``"auto"`` takes the ``ModuleList`` or ``Sequential`` with the most parameters whose children share a class, and
-    with it other lists outside of it with children of the same class (encoder and decoder form one chain).
-
-    Raises:
-        StageError: if a named list does not exist.
-    """
-    modules = dict(module.named_modules())
-    if wanted != "auto":
-        names = [wanted] if isinstance(wanted, str) else list(wanted)
-        return [_named_list(modules, name) for name in names]
-    candidates = {name: child for name, child in modules.items() if name and _is_block_list(child)}
-    if not candidates:
-        return []
-    asked = teachers_among(module, candidates)
-    candidates = {name: child for name, child in candidates.items() if name not in asked}
-    largest = max(candidates, key=lambda name: _num_parameters(candidates[name]))
-    kind = type(next(iter(candidates[largest].children())))
-    chosen: list[str] = []
-    for name, child in candidates.items():
-        inside = any(name.startswith(other + ".") or other.startswith(name + ".") for other in (*chosen, largest))
-        if name == largest or (not inside and type(next(iter(child.children()))) is kind):
-            chosen.append(name)
-    return [_block_list(name, modules[name]) for name in chosen]
-
-
-def _is_block_list(module: nn.Module) -> bool:
-    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
-        return False
-    classes = {type(child) for child in module.children()}
-    return len(classes) == 1 and _num_parameters(module) > 0
-
-
-def _named_list(modules: Mapping[str, nn.Module], name: str) -> BlockList:
-    if name not in modules or not isinstance(modules[name], nn.ModuleList | nn.Sequential | nn.ModuleDict):
-        lists = [key for key, child in modules.items() if key and _is_block_list(child)]
-        raise StageError(
-            f"pipeline_blocks names {name!r}, which is not a ModuleList, ModuleDict or Sequential of this model. Lists"
-            f" of repeated layers that it has: {', '.join(lists) or 'none'}."
-        )
-    return _block_list(name, modules[name])
-
-
-def _block_list(name: str, module: nn.Module) -> BlockList:
-    return BlockList(name, tuple(f"{name}.{child}" for child, _ in module.named_children()))
-
-
-def _num_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def share_out(
@@ -131,9 +80,14 @@ def share_out(
         ConfigError: if there are fewer blocks than chunks, or the explicit split does not fit.
         StageError: if there are no blocks.
     """
-    blocks = tuple(name for blocks in lists for name in blocks.blocks)
+    blocks = in_call_order([name for blocks in lists for name in blocks.blocks], call_order)
     if num_chunks == 1:
         return ChunkMap(blocks, (0, len(blocks)), {})
+    if virtual_stages > 1 and len(set(blocks)) < len(blocks):
+        raise StageError(
+            f"{blocks[0]!r} is called {len(blocks)} times in a step, so every stage holds it, and no stage can have"
+            " several chunks of the model. Use virtual_stages=1."
+        )
     if len(blocks) < num_chunks:
         found = ", ".join(f"{item.name} ({len(item.blocks)})" for item in lists) or "none"
         kind = ConfigError if blocks else StageError
@@ -194,12 +148,12 @@ def _positions(
         if any(True for _ in child.parameters(recurse=False)) and name not in blocks and not name.startswith(inside)
     }
     found: dict[str, set[int]] = {}
-    running, index = 0, {name: i for i, name in enumerate(blocks)}
+    running = -1
     for name in call_order or modules:
-        if name in index:
-            running = index[name]
+        if name in blocks:
+            running = blocks.index(name, running + 1) if name in blocks[running + 1 :] else blocks.index(name)
         elif name in holders and name not in ancestors:
-            found.setdefault(name, set()).add(running)
+            found.setdefault(name, set()).add(max(0, running))
     positions: dict[str, frozenset[int] | None] = {name: frozenset(where) for name, where in found.items()}
     for name in holders - positions.keys():
         positions[name] = None

@@ -17,7 +17,7 @@ def without_caches(block: nn.Module, arguments: dict[str, Any]) -> dict[str, Any
     Raises:
         ConfigError: The cache holds keys and values of this block already, so that its result depends on them.
     """
-    caches = [name for name, value in arguments.items() if _is_cache(value)]
+    caches = [name for name, value in arguments.items() if is_cache(value)]
     for name in caches:
         _refuse_filled(block, arguments[name])
     changed: dict[str, Any] = dict.fromkeys(caches)
@@ -36,6 +36,7 @@ def _refuse_filled(block: nn.Module, cache: Any) -> None:
         )
 
 
-def _is_cache(value: object) -> bool:
+def is_cache(value: object) -> bool:
+    """Whether ``value`` is one of Hugging Face's stores of keys and values."""
     # Told by name, to import nothing.
     return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in type(value).__mro__)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +61,7 @@ class Cut:
         self.owned = tuple(owned)
         self._run: _Run | None = None
         self._twins = self._make_twins(device) if len(self.owned) > 1 else {}
+        self._doubles = self._make_doubles(device)
         self._strip(device)
 
     def owns(self, name: str) -> bool:
@@ -78,13 +78,16 @@ class Cut:
         if self.chunks.num_chunks == 1:
             return
         modules = dict(self.module.named_modules(remove_duplicate=False))
-        for index, name in enumerate(self.chunks.blocks):
+        for name in dict.fromkeys(self.chunks.blocks):
             blocks = [modules[name]] if self.owns(name) else []
             stand_ins = [self._twins[name][2]] if name in self._twins else [] if blocks else [modules[name]]
             for stand_in in stand_ins:
                 stand_in.forward = StandIn(stand_in, name)
+            if name in self._doubles:
+                modules[name].forward = _ByCall(self, modules[name].forward, StandIn(self._doubles[name], name))
+            calls = [index for index, block in enumerate(self.chunks.blocks) if block == name]
             for block in (*blocks, *stand_ins):
-                block.register_forward_pre_hook(_BlockHook(self, index, name), prepend=True, with_kwargs=True)
+                block.register_forward_pre_hook(_BlockHook(self, calls, name), prepend=True, with_kwargs=True)
         for name in self.chunks.outside:
             # What a plain layer of torch answers with depends on the shapes of its input alone.
             layers = [self._twins[name][2]] if name in self._twins else [] if self.owns(name) else [modules[name]]
@@ -146,20 +149,31 @@ class Cut:
             if not self.owns(name):
                 continue
             parent_name, _, key = name.rpartition(".")
-            memo: dict[int, Any] = {
-                id(parameter): placeholder_parameter(parameter, device, f"{name}.{leaf}")
-                for leaf, parameter in modules[name].named_parameters()
-            }
-            twins[name] = (modules[parent_name], key, copy.deepcopy(modules[name], memo))
+            twins[name] = (modules[parent_name], key, _without_memory(modules[name], name, device))
         return twins
 
-    def _block_called(self, index: int, name: str, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _make_doubles(self, device: torch.device) -> dict[str, nn.Module]:
+        """Copies, without memory, of blocks that several chunks call: they answer for the calls of the others."""
+        repeated = {name for name in self.chunks.blocks if len(self.chunks.chunks_of(name)) > 1}
+        modules = dict(self.module.named_modules(remove_duplicate=False))
+        return {name: _without_memory(modules[name], name, device) for name in repeated}
+
+    def name_of_call(self, name: str) -> str:
+        """A name for the call of a block that has just begun: its own, with a number if it is called several times."""
+        return f"{name} {self._run.next_block}" if self._run is not None and name in self._doubles else name
+
+    def answers_itself(self) -> bool:
+        """Whether the call of a block that has just begun is for the running chunk to compute."""
+        return self._run is None or self.chunks.chunk_of(self._run.next_block - 1) == self._run.chunk
+
+    def _block_called(self, calls: Sequence[int], name: str, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         run = self._run
         if run is None:
             return None
         starts = self.chunks.starts
-        if index != run.next_block:
-            self._refuse_order(index, name, run)
+        index = run.next_block
+        if index not in calls:
+            self._refuse_order(calls[0], name, run)
         run.next_block = index + 1
         if index == starts[run.chunk + 1]:
             arguments = leaves_of((args, kwargs))
@@ -198,7 +212,7 @@ class Cut:
     def _module_called(self, name: str, output: Any, whole: bool) -> None:
         run = self._run
         if run is not None:
-            running = max(0, bisect_right(self.chunks.starts, max(0, run.next_block - 1)) - 1)
+            running = self.chunks.chunk_of(run.next_block - 1)
             run.needs.module_called(name, output, running, entered=run.entered, whole=whole)
 
     def _outside_called(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -222,11 +236,11 @@ class Cut:
 class _BlockHook:
     """Tells the cut that a block is about to run."""
 
-    def __init__(self, cut: Cut, index: int, name: str) -> None:
-        self._cut, self._index, self._name = cut, index, name
+    def __init__(self, cut: Cut, calls: Sequence[int], name: str) -> None:
+        self._cut, self._calls, self._name = cut, calls, name
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        return self._cut._block_called(self._index, self._name, args, kwargs)
+        return self._cut._block_called(self._calls, self._name, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _BlockHook:
         return self
@@ -256,3 +270,21 @@ class _OutputHook:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _OutputHook:
         return self
+
+
+class _ByCall:
+    """The forward of a block that is called several times in a step: for real where this chunk runs it."""
+
+    def __init__(self, cut: Cut, forward: Callable[..., Any], stand_in: StandIn) -> None:
+        self._cut, self._forward, self._stand_in = cut, forward, stand_in
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._forward if self._cut.answers_itself() else self._stand_in)(*args, **kwargs)
+
+
+def _without_memory(module: nn.Module, name: str, device: torch.device) -> nn.Module:
+    memo: dict[int, Any] = {
+        id(parameter): placeholder_parameter(parameter, device, f"{name}.{leaf}")
+        for leaf, parameter in module.named_parameters()
+    }
+    return copy.deepcopy(module, memo)

@@ -21,8 +21,8 @@ from lightning_3d.pipeline.settling import Settling, as_input, bind_all, not_in_
 from lightning_3d.pipeline.stage import Stage
 from lightning_3d.pipeline.transport import ACTIVATIONS, GRADIENTS, Fact, Pending, Transport
 from lightning_3d.placeholder import Placeholder
-from lightning_3d.provenance import Root
 from lightning_3d.progress import Progress
+from lightning_3d.provenance import Root
 from lightning_3d.schedules import Action, Kind, build
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
+from lightning_3d.example_inputs import example_inputs
 from lightning_3d.placeholder import placeholder_parameter
 
 
@@ -20,40 +21,49 @@ def call_order(module: nn.Module) -> list[str] | None:
 
     A module that is called several times stands there as often, under each of its names.
 
-    Tried in turn: the LightningModule's ``example_input_array``; the ``dummy_inputs`` that Hugging Face models carry;
-    a row of token numbers. Nothing is computed: parameters and buffers are replaced by placeholders for the time of
-    the run, and any failure of it means only that the order stays unknown.
+    Tried in turn, on the module and then on the part of it that holds most parameters: its ``example_input_array``,
+    and inputs made up for it (see :mod:`lightning_3d.example_inputs`). Nothing is computed: parameters and buffers are
+    replaced by placeholders for the time of the run, and any failure of it means only that the order stays unknown. A
+    run that fails after all modules with parameters were called, in a loss that wants other targets, has told enough.
     """
-    for target, prefix, args, kwargs in _inputs(module):
-        order = _record(target, prefix, args, kwargs)
-        if order is not None:
-            return order
+    for prefix, target in _targets(module):
+        for args, kwargs in example_inputs(target):
+            order, error = _record(target, prefix, args, kwargs)
+            if error is None or (order and _all_called(target, prefix, order)):
+                return order or None
+            if isinstance(error, NotImplementedError) and not order:
+                break
     return None
 
 
-def _inputs(module: nn.Module) -> Iterator[tuple[nn.Module, str, tuple[Any, ...], dict[str, Any]]]:
-    example = getattr(module, "example_input_array", None)
-    if example is not None:
-        if isinstance(example, dict):
-            yield module, "", (), example
-        else:
-            yield module, "", example if isinstance(example, tuple) else (example,), {}
-    # What trains first: a frozen teacher beside it would tell the order of its own calls.
-    named = sorted(module.named_modules(), key=lambda item: not any(p.requires_grad for p in item[1].parameters()))
-    for name, child in named:
-        dummy = getattr(child, "dummy_inputs", None)
-        if isinstance(dummy, dict):
-            yield child, name, (), dummy
-            break
-    ids = torch.zeros(1, 8, dtype=torch.long)
-    yield module, "", (ids,), {}
-    for name, child in named[1:]:
-        if any(isinstance(part, nn.Embedding) for part in child.children()):
-            yield child, name, (ids,), {}
-            break
+def _targets(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``module`` and the parts of parts that hold most of its parameters, with their names."""
+    prefix, whole = "", _num_parameters(module)
+    while True:
+        yield prefix, module
+        sizes = {name: _num_parameters(child) for name, child in module.named_children()}
+        largest = max(sizes, key=lambda name: sizes[name], default="")
+        if not largest or 2 * sizes[largest] < whole or isinstance(module, nn.ModuleList | nn.Sequential):
+            return
+        prefix, module = f"{prefix}.{largest}".lstrip("."), module.get_submodule(largest)
 
 
-def _record(target: nn.Module, prefix: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _all_called(target: nn.Module, prefix: str, order: list[str]) -> bool:
+    called = set(order)
+    return all(
+        f"{prefix}.{name}".lstrip(".") in called
+        for name, part in target.named_modules()
+        if name and any(True for _ in part.parameters(recurse=False))
+    )
+
+
+def _record(
+    target: nn.Module, prefix: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[str], Exception | None]:
     order: list[str] = []
 
     def note(name: str) -> Callable[[nn.Module, Any], None]:
@@ -73,7 +83,7 @@ def _record(target: nn.Module, prefix: str, args: tuple[Any, ...], kwargs: dict[
                 name = f"{path}.{key}".lstrip(".")
                 new.setdefault(id(parameter), placeholder_parameter(parameter, device, name))
                 stand_ins[name] = new[id(parameter)]
-    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), (args, kwargs))
+    args, kwargs = pytree.tree_map_only(Tensor, _on_cpu, (args, kwargs))
     rng = torch.get_rng_state()
     try:
         with contextlib.ExitStack() as stack:
@@ -84,10 +94,15 @@ def _record(target: nn.Module, prefix: str, args: tuple[Any, ...], kwargs: dict[
             buffers = {name: buffer.clone() for name, buffer in target.named_buffers()}
             stack.enter_context(stateless._reparametrize_module(target, {**stand_ins, **buffers}))
             target(*args, **kwargs)
-    except Exception:
-        return None
+    except Exception as error:
+        return order, error
     finally:
         torch.set_rng_state(rng)
         for handle in handles:
             handle.remove()
-    return order or None
+    return order, None
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    """An input with its values; one that was made by a model without memory has none."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu()

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_3d.pipeline.caches import is_cache
 from lightning_3d.placeholder import Placeholder, resolve
+from lightning_3d.tensor_parallel.clone import Ground, trial_clone, trial_tensor
 
 
 class StandIn:
@@ -32,12 +34,37 @@ class StandIn:
             answer, out_spec = self._memory[key]
         else:
             args, kwargs = resolve((args, kwargs))
-            outputs, out_spec = pytree.tree_flatten(self._forward(*args, **kwargs))
+            outputs, out_spec = pytree.tree_flatten(self._compute(args, kwargs))
             answer = [self._describe(leaf, inputs) for leaf in outputs]
             if key is not None and not any(isinstance(item, Tensor) for item in answer):
                 self._memory[key] = (answer, out_spec)
         outputs = [self._recall(item, inputs) for item in answer]
         return outputs[0] if out_spec.is_leaf() else pytree.tree_unflatten(outputs, out_spec)
+
+    def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module gives, with placeholders for what depends on those given.
+
+        What routes tokens by their values, or has no kernel for meta tensors, runs on small numbers in host memory.
+        Whether the shapes are right for real values is seen when the first ones arrive.
+        """
+        try:
+            return self._forward(*args, **kwargs)
+        except Exception as error:
+            device = next((leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if _is_floating(leaf)), None)
+            if device is None:
+                raise
+            try:
+                outputs = _try_on_host(self._module, args, kwargs)
+            except Exception:
+                raise error from None
+            grad = torch.is_grad_enabled()
+
+            def stand_in(leaf: Any) -> Any:
+                if not isinstance(leaf, Tensor):
+                    return leaf
+                return Placeholder.of(leaf.shape, leaf.dtype, device, grad and leaf.requires_grad, self._name)
+
+            return pytree.tree_map(stand_in, outputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._forward, memo)
@@ -57,6 +84,28 @@ class StandIn:
         if isinstance(item, _Fact):
             return Placeholder(item.meta, item.device, item.requires_grad, origin=self._name)
         return item
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _try_on_host(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    ground = Ground("cpu")
+    with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
+        clone = trial_clone(module, ground)
+        for name, parameter in module.named_parameters():
+            clone.get_parameter(name).requires_grad_(parameter.requires_grad)
+
+        def given(leaf: Any) -> Any:
+            if is_cache(leaf):  # the attempt that failed may have filled it
+                return None
+            if not isinstance(leaf, Placeholder):
+                return leaf.to("cpu") if isinstance(leaf, Tensor) else leaf
+            return trial_tensor(leaf, ground).requires_grad_(leaf.requires_grad)
+
+        args, kwargs = pytree.tree_map(given, (args, kwargs), is_leaf=is_cache)
+        return clone(*args, **kwargs)
 
 
 def _signature(tree: Any, tensors: list[Tensor]) -> Any:

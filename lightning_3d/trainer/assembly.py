@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,9 +140,10 @@ def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, pre
     with following():
         precision.convert_module(module)
 
-    lists = find_block_lists(module, config.pipeline_blocks)
-    chunks = chunk_map(module, lists, config, mesh.pp.size, profiler(module, config, mesh, precision))
+    lists = find_block_lists(module, config.pipeline_blocks)  # a plan does not depend on the pipeline
     plan = tensor_parallel.plan(module, [item.blocks for item in lists], config, mesh.tp.size)
+    lists = find_block_lists(module, config.pipeline_blocks, mesh.pp.size * config.virtual_stages)
+    chunks = chunk_map(module, lists, config, mesh.pp.size, profiler(module, config, mesh, precision))
     shared = find_shared(module, chunks, mesh.pp.size)
     keys, ties = state_dict_keys(module)
     layout = describe(module, chunks, config, mesh.sizes)
@@ -174,7 +175,8 @@ def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, pre
     )
     streams = StepStreams(mesh, sequence_parallel=config.sequence_parallel)
     if mesh.world.size > 1:
-        give_streams({name: module.get_submodule(name) for name in chunks.blocks if cut.owns(name)}, streams)
+        owned_blocks = {name: module.get_submodule(name) for name in chunks.blocks if cut.owns(name)}
+        give_streams(owned_blocks, streams, cut.name_of_call)
     cut.install()
     if mesh.world.size > 1:
         KeptParameters(module, original).install(stage)
@@ -300,13 +302,13 @@ def names_by_parameter(module: nn.Module) -> list[tuple[nn.Parameter, tuple[str,
     return list(names.values())
 
 
-def give_streams(blocks: Mapping[str, nn.Module], streams: StepStreams) -> None:
-    """Let every block draw its random numbers from its own stream."""
+def give_streams(blocks: Mapping[str, nn.Module], streams: StepStreams, name_of_call: Callable[[str], str]) -> None:
+    """Let every block draw its random numbers from its own stream; ``name_of_call`` tells calls of one block apart."""
     for name, block in blocks.items():
         left: list[States | None] = []
 
         def enter(module: nn.Module, args: Any, name: str = name, left: list[States | None] = left) -> None:
-            left.append(streams.enter_block(name) if module.training else None)
+            left.append(streams.enter_block(name_of_call(name)) if module.training else None)
 
         def leave(module: nn.Module, args: Any, output: Any, left: list[States | None] = left) -> None:
             streams.leave_block(left.pop())

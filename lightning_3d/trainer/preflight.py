@@ -30,8 +30,9 @@ def check_module(module: pl.LightningModule, config: ParallelConfig, sizes: Size
     check_steps(module, config, sizes.pp)
     if is_overridden("configure_model", module) or is_overridden("configure_sharded_model", module):
         return  # its layers do not exist yet
+    num_chunks = sizes.pp * config.virtual_stages
+    share_out(module, find_block_lists(module, config.pipeline_blocks, num_chunks), num_chunks, config.pipeline_split)
     lists = find_block_lists(module, config.pipeline_blocks)
-    share_out(module, lists, sizes.pp * config.virtual_stages, config.pipeline_split)
     tensor_parallel.plan(module, [item.blocks for item in lists], config, sizes.tp)
 
 
