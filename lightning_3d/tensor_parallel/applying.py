@@ -128,9 +128,12 @@ def apply(
                 shape_hooks(stand_in, layout, shared, block.sequence_dim)
     if plan.sequence_parallel:
         _wrap_chains(module, plan, mesh, twins)
+    converted: set[int] = set()
     for outside in plan.outside:
         applied.layers.append(LayerPlan(outside.name, outside.kind, outside.source))
-        if owned(outside.name):
+        # A layer may go by two names, such as a table that an adapter keeps at hand too.
+        if owned(outside.name) and id(module.get_submodule(outside.name)) not in converted:
+            converted.add(id(module.get_submodule(outside.name)))
             _convert_outside(module, outside, regions, cut, plan)
     applied.layers += plan.whole
     applied.partial = frozenset(_every_name(module, partial))
