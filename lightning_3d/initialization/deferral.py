@@ -252,7 +252,9 @@ def _at_once(func: Any, leaves: Sequence[Any], spec: Any, written: Sequence[Tens
             f"{func} changes a tensor of shape {tuple(written[0].shape)} in a way that cannot be done before it has"
             " memory. Build the model without that operation, or fill a new tensor and copy_ it."
         )
-    args, kwargs = pytree.tree_unflatten([_value(leaf) for leaf in leaves], spec)
+    values = [_value(leaf) for leaf in leaves]
+    args, kwargs = pytree.tree_unflatten(values, spec)
+    recipes.give_back(sum(leaf.untyped_storage().nbytes() for leaf in values if isinstance(leaf, Tensor)))
     return func(*args, **kwargs)
 
 
@@ -271,7 +273,10 @@ def _scratch(leaf: Any, device: torch.device) -> Any:
 def _advance(func: Any, leaves: Sequence[Any], spec: Any) -> None:
     """Draw the random numbers of an operation and forget them."""
     args, kwargs = pytree.tree_unflatten(list(leaves), spec)
-    func(*args, **kwargs)
+    drawn = pytree.tree_leaves(func(*args, **kwargs))
+    used = sum(tensor.numel() * tensor.element_size() for tensor in drawn if isinstance(tensor, Tensor))
+    del drawn, args, kwargs
+    recipes.give_back(used)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:

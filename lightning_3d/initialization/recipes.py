@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -160,7 +162,8 @@ class Memory:
 
 _MEMORIES: dict[int, Memory] = {}
 """By address of the storage, which is not used again while the weak reference to it lives."""
-_counts = {"step": 0, "memory": 0, "purge_at": 256}
+_counts = {"step": 0, "memory": 0, "purge_at": 256, "passing": 0}
+_TRIM_EVERY = 2**26
 
 
 def memory_of(tensor: Any) -> Memory | None:
@@ -261,8 +264,27 @@ def compute(memories: Sequence[Memory]) -> dict[int, torch.UntypedStorage]:
             step.run(storages)
             for number in step.numbers() - wanted:
                 if last_use[number] == step.number:
-                    del storages[number]
+                    give_back(storages.pop(number).nbytes())
     return storages
+
+
+def give_back(nbytes: int) -> None:
+    """Return freed memory to the system once this many bytes have been used in passing, a few at a time.
+
+    The C library keeps blocks of up to 32 MB in its heap, where recipes made later hold them fast.
+    """
+    _counts["passing"] += nbytes
+    if _counts["passing"] > _TRIM_EVERY and (trim := _trimmer()) is not None:
+        _counts["passing"] = 0
+        trim(0)
+
+
+@functools.lru_cache(maxsize=1)
+def _trimmer() -> Callable[[int], int] | None:
+    with contextlib.suppress(OSError, AttributeError):
+        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+        return found
+    return None
 
 
 def value_of(tensor: Tensor) -> Tensor:
