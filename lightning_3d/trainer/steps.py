@@ -91,12 +91,15 @@ class StepRunner:
             output = self._report.publish(self._run_alone(call, pieces[0]))
             if not self._module.automatic_optimization:
                 self._assembly.sharding.release()
-            return output
+                return output
+            return self._in_step(output)
 
         window_starts = self._batch_idx % self._trainer.accumulate_grad_batches == 0
         old = self._set_old_gradients_aside() if window_starts else None
 
         def backward(result: Any, piece: MicroBatch) -> None:
+            if result is None:  # earlier chunks get zeros
+                return
             loss = _loss_of(result)
             scaled = _scaled(loss, factors[piece.index] / self._trainer.accumulate_grad_batches)
             self._module.backward(self._precision.scale_loss(scaled))
@@ -109,7 +112,15 @@ class StepRunner:
             self._fresh = [(p, p.grad) for p in self._parameters]
             for parameter, gradient in old:
                 parameter.grad = gradient
-        return self._report.publish(self._combined(outputs, weights, pieces))
+        return self._in_step(self._report.publish(self._combined(outputs, weights, pieces)))
+
+    def _in_step(self, output: Any) -> Any:
+        """What the step gave; in its place a loss without gradients if it gave None, so that all ranks go on alike."""
+        if output is not None or self._mesh.world.size == 1:
+            return output
+        if self._fresh is not None and self._mesh.dp.size == 1:  # other replicas may have a loss: zeros are right then
+            self._fresh = [(parameter, None) for parameter, _ in self._fresh]
+        return torch.zeros((), device=self._mesh.device, requires_grad=True)
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Backward of what :meth:`training_step` returned, with the hooks around it."""
@@ -274,18 +285,23 @@ class StepRunner:
     def _combined(self, outputs: Sequence[Any], weights: Sequence[float | Tensor], pieces: Sequence[MicroBatch]) -> Any:
         if not outputs:
             return None
-        if outputs[0] is None and self._trainer.state.stage is RunningStage.TRAINING:
-            _loss_of(None)
         if any(piece.size for piece in pieces):  # else this replica has nothing of its own in this batch
             kept = [piece.index for piece in pieces if piece.size]
             outputs, weights = [outputs[i] for i in kept], [weights[i] for i in kept]
             pieces = [pieces[i] for i in kept]
         else:
             weights = [1.0] * len(pieces)
-        whole = combine(outputs, weights, [max(1, piece.size) for piece in pieces])
-        if self._config.loss_reduction == "sum" and self._trainer.state.stage is RunningStage.TRAINING:
-            loss = sum(_loss_of(output) for output in outputs)
-            return {**whole, "loss": loss} if isinstance(whole, dict) else loss
+        training = self._trainer.state.stage is RunningStage.TRAINING
+        given = [i for i, output in enumerate(outputs) if output is not None or not training]
+        if not given:
+            return None
+        whole = combine(
+            [outputs[i] for i in given], [weights[i] for i in given], [max(1, pieces[i].size) for i in given]
+        )
+        if training and self._config.loss_reduction == "sum":
+            return _with_loss(whole, sum(_loss_of(outputs[i]) for i in given))
+        if len(given) < len(outputs):  # a piece without a loss counts as one of zero
+            return _with_loss(whole, _loss_of(whole) * (sum(weights[i] for i in given) / sum(weights)))
         return whole
 
     @property
@@ -304,12 +320,16 @@ def _scaled(loss: Tensor, factor: float | Tensor) -> Tensor:
     return loss if factor == 1 else loss * factor
 
 
+def _with_loss(output: Any, loss: Any) -> Any:
+    return {**output, "loss": loss} if isinstance(output, dict) else loss
+
+
 def _loss_of(result: Any) -> Tensor:
     loss = result.get("loss") if isinstance(result, dict) else result
     if not isinstance(loss, Tensor):
         raise ConfigError(
             f"training_step returned {type(result).__name__} where a loss is needed: a tensor, or a dict with the key"
-            " 'loss'. Steps cannot be skipped by returning None when several ranks train together."
+            " 'loss'; or None, to leave the batch out."
         )
     refuse_foreign(loss, "The loss")
     return loss
