@@ -86,6 +86,12 @@ def export_hugging_face(
     chosen = _choose(described, name, tensors, local_path(checkpoint))
     if adapters_only and not chosen.adapters:
         raise ConfigError(f"{chosen.kind} has no adapters, so adapters_only=True would write nothing. Leave it out.")
+    computed = [adapter for adapter, content in chosen.adapters.items() if not content.keys]
+    if computed:
+        raise ConfigError(
+            f"PEFT computes what it saves of {listed(computed)} from several weights. Load the checkpoint into the"
+            " module in one process (load_state_dict(consolidate(...))) and let PEFT's save_pretrained write it."
+        )
     target = local_path(folder)
     target.mkdir(parents=True, exist_ok=True)
     own, left_out = _model_keys(chosen, tensors)
@@ -146,9 +152,8 @@ def _choose(
 
 def _model_keys(chosen: Description, tensors: Mapping[str, Source]) -> tuple[dict[str, Source], list[str]]:
     """The weights of the base model under its own keys, and the keys that are neither these nor an adapter's."""
-    outer, inner = _dotted(chosen.name), _dotted(chosen.base)
+    inner = _dotted(chosen.base)
     of_adapters = {full for adapter in chosen.adapters.values() for full in adapter.keys.values()}
-    left = [key for key in tensors if key not in of_adapters and not key.startswith(inner)]
     ignored = [re.compile(pattern) for pattern in chosen.ignored]
     own: dict[str, Source] = {}
     for key, value in tensors.items():
@@ -160,7 +165,13 @@ def _model_keys(chosen: Description, tensors: Mapping[str, Source]) -> tuple[dic
     # Weights that the configuration ties but that were trained apart are both written: transformers then unties them.
     kept = {_identity(value) for key, value in own.items() if key not in chosen.tied}
     own = {key: value for key, value in own.items() if key not in chosen.tied or _identity(value) not in kept}
-    return own, [key for key in left if not outer or not key.startswith(outer) or outer == inner]
+    # PEFT keeps some layers of the model under a second name beside it.
+    left_out = [
+        key
+        for key, value in tensors.items()
+        if key not in of_adapters and not key.startswith(inner) and _identity(value) not in kept
+    ]
+    return own, left_out
 
 
 def _identity(value: Source) -> object:

@@ -27,7 +27,7 @@ class Adapter:
     config: Mapping[str, Any]
     """What ``adapter_config.json`` says."""
     keys: Mapping[str, str]
-    """Keys of ``adapter_model.safetensors`` -> keys of the module's state dict."""
+    """Keys of ``adapter_model.safetensors`` -> keys of the module's state dict; empty where PEFT computes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,15 +145,20 @@ def _adapters(model: Any, base: Any, name: str) -> dict[str, Adapter]:
     # An adapter that the model itself has loaded (``model.add_adapter``) is not below a PeftModel.
     prefix = "base_model.model." if model is base else ""
     keys = state_dict_keys(model)[0]
+    outer = original_name(name) + "." if name else ""
     adapters = {}
     for adapter, config in configs.items():
-        markers = {key: torch.empty(0) for key in keys}
-        origin = {id(marker): key for key, marker in markers.items()}
-        kept = get_peft_model_state_dict(model, markers, adapter_name=adapter, save_embedding_layers=False)
-        outer = original_name(name) + "." if name else ""
+        if config.is_prompt_learning:
+            encoder = [key for key in keys if key.startswith(f"prompt_encoder.{adapter}.")]
+            found = {"prompt_embeddings": encoder[0]} if len(encoder) == 1 else {}
+        else:
+            markers = {key: torch.empty(0) for key in keys}
+            origin = {id(marker): key for key, marker in markers.items()}
+            kept = get_peft_model_state_dict(model, markers, adapter_name=adapter, save_embedding_layers=False)
+            found = {prefix + key: origin[id(marker)] for key, marker in kept.items()}
         adapters[adapter] = Adapter(
             config=json.loads(json.dumps({**config.to_dict(), "inference_mode": True}, default=_plain)),
-            keys={prefix + key: outer + origin[id(marker)] for key, marker in kept.items()},
+            keys={key: outer + own for key, own in found.items()},
         )
     return adapters
 

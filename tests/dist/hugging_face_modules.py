@@ -45,6 +45,18 @@ def lora(model: Any, **changes: Any) -> Any:
     return get_peft_model(model, LoraConfig(**{**options, **changes}))
 
 
+def adapted(model: Any, method: str) -> Any:
+    """``model`` with something else of PEFT."""
+    from peft import IA3Config, PrefixTuningConfig, PromptTuningConfig
+
+    configs = {
+        "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "prefix": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "ia3": IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    }
+    return get_peft_model(model, configs[method])
+
+
 class CausalLM(LightningModule):
     """The plainest wrapper of a causal language model.
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from lightning_3d.checkpoint import consolidate, export_hugging_face, to_lightning
 from lightning_3d.trainer.assembly import Assembly
-from tests.dist.hugging_face_modules import Case, CausalLM, agree, fit, lora, silence, tiny_llama, train
+from tests.dist.hugging_face_modules import Case, CausalLM, adapted, agree, fit, lora, silence, tiny_llama, train
 from tests.dist.lightning_modules import Mesh, numbers, on_ranks, seeded, whole_weights
 
 GPT2 = GPT2Config(
@@ -29,6 +29,9 @@ CASES = {
     "tied, recomputed": Case(
         {"returns": "own", "prepare": lora, "checkpointing": True}, tiny_llama(tie_word_embeddings=True)
     ),
+    "prompt": Case({"prepare": partial(adapted, method="prompt")}),
+    "prefix": Case({"prepare": partial(adapted, method="prefix")}),
+    "factors": Case({"returns": "own", "prepare": partial(adapted, method="ia3")}),
     "magnitudes": Case({"returns": "own", "prepare": partial(lora, use_dora=True)}),
     "packed": Case(
         {"returns": "own", "prepare": partial(lora, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)},
@@ -36,8 +39,8 @@ CASES = {
     ),
 }
 PLACES: dict[Mesh, list[str]] = {
-    (2, 1, 1): ["last layers", "tied, recomputed"],
-    (1, 1, 2): ["lora, recomputed", "head and adapters", "magnitudes", "packed"],
+    (2, 1, 1): ["last layers", "tied, recomputed", "prefix"],
+    (1, 1, 2): ["lora, recomputed", "head and adapters", "magnitudes", "packed", "prompt", "factors"],
     (1, 2, 1): ["head and adapters", "last layers"],
 }
 

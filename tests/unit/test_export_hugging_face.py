@@ -18,7 +18,7 @@ from lightning_3d.checkpoint.hugging_face import describe, read_descriptions, wr
 from lightning_3d.checkpoint.safetensors_file import NAMES, write_safetensors
 from lightning_3d.cli import main
 from lightning_3d.errors import CheckpointError, ConfigError
-from tests.dist.hugging_face_modules import lora, silence, tiny_llama
+from tests.dist.hugging_face_modules import adapted, lora, silence, tiny_llama
 
 SMALL: dict[str, Any] = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -157,6 +157,28 @@ def test_adapters_that_the_model_has_loaded_itself(tmp_path: Path) -> None:
     again = PeftModel.from_pretrained(base, done.folder / "extra")
     ids = torch.arange(6)[None]
     assert torch.allclose(again(input_ids=ids).logits, model.eval()(input_ids=ids).logits, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["prompt", "prefix", "ia3"])
+def test_other_methods_of_peft(method: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    model = adapted(tied_llama(), method)
+    done = export_hugging_face(saved(model, tmp_path / "x.ckpt"), tmp_path / "hf", model=model)
+    assert done.left_out == ()
+    base = transformers.AutoModelForCausalLM.from_pretrained(done.folder)
+    again = PeftModel.from_pretrained(base, done.folder / "default")
+    ids = torch.arange(6)[None]
+    assert torch.allclose(again(input_ids=ids).logits, model.eval()(input_ids=ids).logits, atol=1e-6)
+
+
+def test_what_peft_computes_is_refused(tmp_path: Path) -> None:
+    from peft import PrefixTuningConfig, get_peft_model
+
+    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, prefix_projection=True)
+    model = get_peft_model(tied_llama(), config)
+    with pytest.raises(ConfigError, match="save_pretrained"):
+        export_hugging_face(saved(model, tmp_path / "x.ckpt"), tmp_path / "hf", model=model)
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
