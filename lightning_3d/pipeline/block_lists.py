@@ -35,7 +35,7 @@ def find_block_lists(
     with it other lists outside of it with children of the same class. For a pipeline it also takes lists of other
     classes that are called before or after it (encoder and decoder form one chain). Where that makes fewer blocks than
     chunks it takes, in turn: the lists within its blocks; the children of a ``Sequential`` of various layers; the calls
-    of one module that is called again and again.
+    of the blocks of a list that is run through several times; the calls of one module that is called again and again.
 
     Args:
         module: The whole model.
@@ -61,7 +61,8 @@ def find_block_lists(
     if _count(found) < num_chunks and not found:
         found = _various(modules, calls)
     if _count(found) < num_chunks:
-        found = _repeated(modules, calls, num_chunks) or found
+        rest = {name: child for name, child in candidates.items() if name not in asked and name not in usable}
+        found = _called_again(rest, sequence, num_chunks) or _repeated(modules, calls, num_chunks) or found
     return found
 
 
@@ -132,6 +133,15 @@ def _various(modules: Mapping[str, nn.Module], calls: Counter[str]) -> list[Bloc
     }
     largest = max(holding, key=lambda name: _num_parameters(holding[name]), default=None)
     return [] if largest is None else [_block_list(largest, holding[largest])]
+
+
+def _called_again(lists: Mapping[str, nn.Module], order: Sequence[str], num_chunks: int) -> list[BlockList]:
+    """The calls of the blocks of the list with the most parameters, where there are enough."""
+    found = {name: tuple(order[place] for place in _places(name, lists, order)) for name in lists}
+    largest = max(lists, key=lambda name: _num_parameters(lists[name]), default=None)
+    if largest is None or len(found[largest]) < num_chunks:
+        return []
+    return [BlockList(largest, found[largest])]
 
 
 def _repeated(modules: Mapping[str, nn.Module], calls: Counter[str], num_chunks: int) -> list[BlockList]:

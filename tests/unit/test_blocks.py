@@ -172,3 +172,86 @@ def test_a_frozen_encoder_that_forward_calls_stays_in_the_chain() -> None:
     model = Seq2Seq()
     model.encoder.requires_grad_(False)
     assert [item.name for item in find_block_lists(model)] == ["encoder", "decoder"]
+
+
+class Deep(nn.Module):
+    """A layer made of parts, so that it counts as one."""
+
+    def __init__(self, cross: bool = False) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.cross = nn.Linear(4, 4) if cross else None
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        return self.two(self.one(x)) + (self.cross(memory) if self.cross is not None else 0)
+
+
+class Cross(Deep):
+    def __init__(self) -> None:
+        super().__init__(cross=True)
+
+
+class Translator(nn.Module):
+    """Registers the decoder first; its layers are of another class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.ModuleList(Cross() for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(3))
+        self.encoder = nn.ModuleList(Deep() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for layer in self.encoder:
+            x = layer(x)
+        for layer, norm in zip(self.decoder, self.norms, strict=True):
+            y = norm(layer(y, x))
+        return y
+
+
+class Loops(nn.Module):
+    """Runs through its layers twice."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Deep() for _ in range(layers))
+        self.between = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            for layer in self.layers:
+                x = layer(x)
+            x = self.between(x)
+        return x
+
+
+def test_lists_of_other_classes_that_are_called_before_or_after_join_the_chain_in_that_order() -> None:
+    model = Translator()
+    lists = find_block_lists(model, num_chunks=2)
+    assert [item.name for item in lists] == ["decoder", "encoder"], "norms are called between the layers"
+    chunks = share_out(model, lists, 2, "uniform", call_order(model))
+    assert chunks.blocks == (*(f"encoder.{i}" for i in range(3)), *(f"decoder.{i}" for i in range(3)))
+    assert chunks.outside["norms.0"] == (1,)
+
+
+def test_layers_of_various_kinds_and_lists_within_lists_are_taken_where_there_are_not_enough_blocks() -> None:
+    mixed = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+    (found,) = find_block_lists(mixed, num_chunks=2)
+    assert found.blocks == ("0.0", "0.1", "0.2")
+    stages = nn.Sequential(nn.ModuleList(nn.Sequential(Deep(), Deep()) for _ in range(2)))
+    assert [item.name for item in find_block_lists(stages, num_chunks=2)] == ["0"]
+    assert [item.name for item in find_block_lists(stages, num_chunks=3)] == ["0.0", "0.1"]
+
+
+def test_layers_that_are_called_again_are_as_many_blocks_as_calls_and_belong_to_every_stage_that_calls_them() -> None:
+    model = Loops()
+    chunks = share_out(model, find_block_lists(model, num_chunks=2), 2, "uniform", call_order(model))
+    assert chunks.blocks == ("layers.0", "layers.1") * 2
+    assert chunks.chunks_of("layers.0.one") == chunks.outside["between"] == (0, 1)
+    assert [chunks.chunk_of(call) for call in range(4)] == [0, 0, 1, 1]
+    shared = {item.names[0]: item.stages for item in find_shared(model, chunks, 2)}
+    assert shared["layers.0.one.weight"] == (0, 1)
+    shared_layer = Loops(layers=1)
+    assert find_block_lists(shared_layer, num_chunks=2)[0].blocks == ("layers.0", "layers.0")
+    with pytest.raises(StageError, match="virtual_stages=1"):
+        share_out(model, find_block_lists(model, num_chunks=4), 4, "uniform", call_order(model), None, 2)
