@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_3d.collectives import as_bytes
 from lightning_3d.mesh import Axis
+from lightning_3d.placeholder import Placeholder
 
 _SMALL = 32 * 1024  # bytes; smaller tensors travel together in one buffer
 _ALIGNMENT = 16
@@ -53,6 +54,10 @@ class _Encoder(pickle.Pickler):
     def persistent_id(self, obj: Any) -> tuple[str, Any] | None:
         if (name := self._names.get(id(obj))) is not None:
             return ("named", name)
+        if isinstance(obj, Placeholder):
+            if obj.bound is None:  # in an object that only its owner looks into, such as a cache of keys and values
+                return ("placeholder", (tuple(obj.shape), obj.dtype, obj.device.type, obj.origin))
+            obj = obj.bound
         if type(obj) is Tensor and obj.layout == torch.strided and not obj.is_quantized and obj.device.type != "meta":
             index = self._seen.get(id(obj))
             if index is None:
@@ -71,6 +76,9 @@ class _Decoder(pickle.Unpickler):
     @override
     def persistent_load(self, pid: tuple[str, Any]) -> Any:
         kind, key = pid
+        if kind == "placeholder":
+            shape, dtype, device, origin = key
+            return Placeholder.of(shape, dtype, torch.device(device), origin=origin)
         return self._named[key] if kind == "named" else self._tensors[key]
 
 
