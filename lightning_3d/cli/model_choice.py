@@ -103,14 +103,20 @@ def build_hugging_face(model_type: str, given: str | None) -> BuiltModel:
     try:
         base = transformers.AutoConfig.for_model(model_type)
         small = {} if is_whole else _small(base)
-        config = transformers.AutoConfig.for_model(model_type, **{**small, **changes})
-        module = _instantiate(config)
+        try:
+            module = _instantiate(transformers.AutoConfig.for_model(model_type, **{**small, **changes}))
+        except Exception:
+            if not small:
+                raise
+            is_whole = True  # sizes that this type does not take together: its own ones then
+            module = _instantiate(transformers.AutoConfig.for_model(model_type, **changes))
     except Exception as error:
         source = given or "a small configuration"
         raise ConfigError(
             f"A {model_type} could not be built from {source}: {type(error).__name__}: {error}"
         ) from error
-    size = "the given configuration" if is_whole else "a small configuration" + (" with changes" if changes else "")
+    whole = "the given configuration" if given else "its default configuration"
+    size = whole if is_whole else "a small configuration" + (" with changes" if changes else "")
     return BuiltModel(module, f"{type(module).__name__} (Hugging Face {model_type}, {size})")
 
 
@@ -138,7 +144,7 @@ def _given_config(given: str | None) -> tuple[dict[str, Any], bool]:
 
 
 _SMALL: dict[str, object] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "projection_size"), 64),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), 4),
     **dict.fromkeys(("encoder_layers", "decoder_layers"), 4),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), 4),
@@ -151,7 +157,7 @@ _SMALL: dict[str, object] = {
     **dict.fromkeys(("max_source_positions", "max_target_positions"), 64),
     **dict.fromkeys(("embedding_size", "moe_intermediate_size"), 32),
     "num_experts_per_tok": 2,
-    "image_size": 64,
+    "image_size": 112,
     "vocab_size": 512,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -168,6 +174,11 @@ def _small(config: Any) -> dict[str, Any]:
     small: dict[str, Any] = {
         key: value for key, value in _SMALL.items() if type(plain.get(key)) is type(value) and key in plain
     }
+    if isinstance(plain.get("num_heads"), list) and isinstance(plain.get("embed_dim"), int):
+        small["embed_dim"] = 8 * plain["num_heads"][0]  # widths and heads that double from stage to stage
+        small.pop("image_size", None)  # windows have to fit the stages
+    if isinstance(plain.get("hidden_sizes"), list):
+        small["hidden_sizes"] = [16 * 2**index for index in range(len(plain["hidden_sizes"]))]
     for key in plain:
         part: Any = getattr(config, key, None)
         if hasattr(part, "to_dict") and hasattr(part, "model_type"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,8 +21,8 @@ from lightning_3d.tensor_parallel.clone import GuessValues, without_hooks
 LONGEST = 4096
 """Length of made-up sequences at most: models are built for longer ones than they are trained on."""
 _MOST_OPERATIONS = 100_000
-"""Operations after which a run is given up (seconds; a number, not a time, so that all ranks decide alike)."""
-_LENGTHS = (512, 256, 128, 64, 32, 16, 8)
+"""Operations after which runs are given up (seconds; a number, not a time, so that all ranks decide alike)."""
+_LENGTHS = (512, 128, 32, 8)
 """Lengths to try where the model does not tell one."""
 _LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "block_size", "seq_len")
 
@@ -51,19 +50,19 @@ class FlopCounter(TorchDispatchMode):
     Any other operation counts one for every element of its result, and as much in the backward.
     """
 
-    def __init__(self, count: int, recomputed: float = 0.0) -> None:
+    def __init__(self, count: int, recomputed: float = 0.0, most: int = _MOST_OPERATIONS) -> None:
         super().__init__()
+        self.left = most
         self.costs = [0.0] * count
         self.position = 0
         self.is_inside = False
         self._recomputed = recomputed
-        self._left = _MOST_OPERATIONS
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        self._left -= 1
-        if self._left < 0:
+        self.left -= 1
+        if self.left < 0:
             raise _TooMany
         out = func(*args, **kwargs)
         forward, backward = _operations(func, args, kwargs, out)
@@ -113,21 +112,35 @@ def count_flops(module: nn.Module, blocks: Sequence[str], recomputed: float = 0.
     Returns:
         The count, or ``None`` if no inputs run through all blocks.
     """
-    found: FlopCount | None = None
+    left = 2 * _MOST_OPERATIONS
     for target in _targets(module, blocks):
         known = known_length(target)
         for length in dict.fromkeys(length for length in (known, *_LENGTHS) if length):
-            # Some operations know only this type on meta.
-            for call, dtype in itertools.product(example_inputs(target, 1, length), (None, torch.bfloat16)):
-                counter = FlopCounter(len(blocks), recomputed)
-                reached, error = _run(module, target, blocks, call, dtype, counter)
-                if reached != set(blocks) or isinstance(error, _TooMany):
-                    continue
-                count = FlopCount(tuple(counter.costs), _shapes(call))
-                if error is None:
-                    return count
-                found = found or count  # it may have failed in a loss that wants targets
-    return found
+            found: FlopCount | None = None
+            for call in example_inputs(target, 1, length):
+                for dtype in (None, torch.bfloat16):
+                    counter = FlopCounter(len(blocks), recomputed, min(left, _MOST_OPERATIONS))
+                    before, (reached, error) = counter.left, _run(module, target, blocks, call, dtype, counter)
+                    left -= before - max(counter.left, 0)
+                    if reached.issuperset(blocks) and not isinstance(error, _TooMany):
+                        count = FlopCount(tuple(counter.costs), _shapes(call))
+                        if error is None or reached.issuperset(_holders(module, target)):
+                            return count  # what failed after all that has parameters is a loss that wants targets
+                        found = found or count
+                    if left <= 0:
+                        return found
+                    if "BF16" not in str(error):  # some operations know only this type on meta
+                        break
+            if found is not None:
+                return found
+    return None
+
+
+def _holders(module: nn.Module, target: nn.Module) -> list[str]:
+    """Names, in ``module``, of the parts of ``target`` that hold parameters themselves."""
+    inside = set(target.modules())
+    named = ((name, part) for name, part in module.named_modules() if part in inside)
+    return [name for name, part in named if any(True for _ in part.parameters(recurse=False))]
 
 
 def _shapes(call: Call) -> str:
@@ -164,8 +177,11 @@ def _run(
     dtype: torch.dtype | None,
     counter: FlopCounter,
 ) -> tuple[set[str], Exception | None]:
-    """Run ``target`` on meta, all floating point in one type if one is given; the blocks called, and how it failed."""
+    """Run ``target`` on meta, all floating point in one type if one is given; what was called, and how it failed."""
     reached: set[str] = set()
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: reached.add(name)
 
     def enter(index: int, name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -181,6 +197,8 @@ def _run(
     for part in module.modules():
         vars(part).update(without_hooks(part))
     try:
+        for name in _holders(module, target):
+            module.get_submodule(name).register_forward_pre_hook(note(name))
         for index, name in enumerate(blocks):
             block = module.get_submodule(name)
             block.register_forward_pre_hook(enter(index, name))
