@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
@@ -177,6 +178,8 @@ class _Calls(TorchFunctionMode):
             args = (args[0], _assignable(args[0], args[1]))
         elif func in _FROM_DATA and _is_meta(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
+        elif memory_of(kwargs.get("out")) is not None and func in _device_constructors():
+            kwargs = {**kwargs, "device": _META}  # torch compares it with the output's own
         return func(*args, **kwargs)
 
 

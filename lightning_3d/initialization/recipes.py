@@ -67,7 +67,7 @@ class Held:
                 f"A tensor of shape {tuple(self.tensor.shape)} that a large parameter was made from has been changed in"
                 " place afterwards, before the parameter got its memory. Change a copy (tensor.clone()) instead."
             )
-        return self.tensor
+        return self.tensor.detach()
 
 
 @dataclass(slots=True)
@@ -315,7 +315,7 @@ def _kept(tensor: Tensor) -> Tensor | Held:
         return tensor
     if tensor.numel() * tensor.element_size() <= _KEPT_BY_COPY:
         return tensor.detach().clone()
-    return Held(tensor.detach(), tensor._version)
+    return Held(tensor, tensor._version)
 
 
 def _cuda_devices() -> list[torch.device]:
