@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -17,8 +17,9 @@ from lightning_3d.tensor_parallel.convert import convert_block, convert_column, 
 from lightning_3d.tensor_parallel.embedding import VocabSettings, to_vocab_parallel
 from lightning_3d.tensor_parallel.layers import is_linear
 from lightning_3d.tensor_parallel.layout import BlockLayout, LayerPlan, Position, RegionLayout
+from lightning_3d.tensor_parallel.outside import OutsideCut, is_large
 from lightning_3d.tensor_parallel.parameters import ParameterCut, cut_parameter, replace_parameters
-from lightning_3d.tensor_parallel.planning import BlockPlan, OutsideCut, Plan, is_large
+from lightning_3d.tensor_parallel.planning import BlockPlan, Plan
 from lightning_3d.tensor_parallel.region import Regions
 from lightning_3d.tensor_parallel.sequence import gather_after, scatter_before
 
@@ -196,17 +197,33 @@ def _settle(
             return layout, verdict
         region = _blame(block, choice, verdict, check)
         if region is None:
-            raise PlanError(_refusal(block, name, f"{name}.{verdict.layer} ({verdict.fault})"))
+            what = f"{name}.{verdict.layer} ({verdict.fault})"
+            if block.sequence_dim is not None or not _leave_attentions_whole(block, what):
+                raise PlanError(_refusal(block, name, what))
+            continue
         source, ways = block.regions[region]
         first = first or _difference(name, verdict, ways.layouts[0])
         choice[region] += 1
-        if choice[region] == len(ways.layouts):
+        if choice[region] == len(ways.layouts) and not block.another(region, part):
             if source == "user" or block.sequence_dim is not None:
                 raise PlanError(_refusal(block, name, first))
             for layer in {name for way in ways.layouts for name in (*way.rows, *(c.name for c in way.columns))}:
                 block.notes[layer] = f"no way of cutting it keeps {_difference(name, verdict, ways.layouts[0])}"
                 block.sources.pop(layer, None)
             choice[region] = -1
+
+
+def _leave_attentions_whole(block: BlockPlan, what: str) -> bool:
+    """Cut no ``nn.MultiheadAttention`` of ``block``; False if nothing was cut but by order of the user."""
+    derived = [layer for layer in block.fixed.attentions if block.sources.get(layer) != "user"]
+    if not derived:
+        return False
+    kept = tuple(layer for layer in block.fixed.attentions if layer not in derived)
+    block.fixed = replace(block.fixed, attentions=kept)
+    for layer in derived:
+        block.notes[layer] = f"cutting its heads changes {what}"
+        block.sources.pop(layer, None)
+    return True
 
 
 def _difference(name: str, verdict: Verdict, region: RegionLayout) -> str:
@@ -229,10 +246,10 @@ def _blame(
         layout = block.regions[i][1].layouts[choice[i]]
         if verdict.layer in (*layout.rows, *(column.name for column in layout.columns)):
             return i
-    if verdict.layer in block.fixed.names:
+    if any(f"{verdict.layer}.".startswith(f"{layer}.") for layer in block.fixed.names):
         return None
     return next(
-        (i for i in open_regions if choice[i] + 1 < len(block.regions[i][1].layouts)),
+        (i for i in open_regions if choice[i] + 1 < len(block.regions[i][1].layouts) or block.regions[i][1].untried),
         open_regions[0] if open_regions else None,
     )
 

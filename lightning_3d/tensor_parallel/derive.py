@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Iterator
+import math
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -16,7 +16,6 @@ from lightning_3d.tensor_parallel.layers import features, is_linear
 from lightning_3d.tensor_parallel.layout import (
     Alternatives,
     ColumnLayout,
-    Division,
     HeadSlice,
     HeadView,
     Position,
@@ -25,15 +24,9 @@ from lightning_3d.tensor_parallel.layout import (
 )
 from lightning_3d.tensor_parallel.observe import OUTPUT, LayerUse, Observation, ancestors
 from lightning_3d.tensor_parallel.region import Entry
+from lightning_3d.tensor_parallel.sizes import division_choices, head_counts, head_fault, sizes_read
 from lightning_3d.tensor_parallel.structure import find_groups
 from lightning_3d.tensor_parallel.weights import weight_regions
-
-_HEADS = re.compile(r"(config\.)?(n|num|nb|nr)?_?(attention|attn|query|q)?_?heads?|nhead|h")
-_KV_HEADS = re.compile(r"(config\.)?(n|num)?_?(kv|key_value)_?heads?|multi_query_group_num")
-_GROUPS = re.compile(r"(config\.)?(num_key_value_groups|n_?rep|num_queries_per_kv|kv_groups|q_per_kv|n_groups)")
-_PER_HEAD = re.compile(
-    r".*(head_?dim|head_?size|d_?head|d_?k|d_?kv|head_features|value_proj_dim)|.*layer_?(idx|id|number)|.*window.*"
-)
 
 
 @dataclass
@@ -73,7 +66,15 @@ class BlockCuts:
 
 
 def find_cuts(
-    name: str, block: nn.Module, seen: Observation, rules: Rules, tp: int, derive: bool, sequence: bool, width: int
+    name: str,
+    block: nn.Module,
+    seen: Observation,
+    rules: Rules,
+    tp: int,
+    derive: bool,
+    sequence: bool,
+    width: int,
+    loose: Container[int],
 ) -> BlockCuts:
     """All that can be cut in a block: what ``rules`` say, and if ``derive``, what the structure says of the rest.
 
@@ -86,6 +87,7 @@ def find_cuts(
         derive: Whether layers without a rule are looked at.
         sequence: Whether hidden states are scattered along the sequence between regions.
         width: Features of the hidden states.
+        loose: ``id`` of parameters that are read outside the layer which holds them.
 
     Raises:
         PlanError: when the rules cannot be right.
@@ -109,7 +111,7 @@ def find_cuts(
         for layer in seen.layers:
             module = block.get_submodule(layer)
             if isinstance(module, nn.MultiheadAttention):
-                uneven = _uneven_heads(f"{name}.{layer}", module.num_heads, module.num_heads, tp)
+                uneven = head_fault(f"{name}.{layer}", module.num_heads, module.num_heads, tp)
                 if uneven:
                     cuts.uneven_heads.append(uneven)
                     cuts.notes[layer] = f"{module.num_heads} attention heads do not divide by tensor_parallel={tp}"
@@ -119,6 +121,8 @@ def find_cuts(
                 else:
                     cuts.notes[layer] = "add_bias_kv, add_zero_attn and own forwards are not cut"
         skeletons += _from_weights(block, seen, tp, sequence, width, cuts)
+    if derive and not skeletons and not cuts.attentions and not cuts.columns and not cuts.rows and not sequence:
+        skeletons += _alone(block, seen, set(rules), tp, loose)
     for skeleton in skeletons:
         alternatives = Alternatives(
             skeleton.ways or list(_alternatives(name, block, seen, skeleton, tp, sequence, cuts))
@@ -185,6 +189,23 @@ def _from_structure(block: nn.Module, seen: Observation, taken: set[str]) -> lis
     return [Skeleton(group.columns, group.row, "derived", more_rows=group.more_rows) for group in groups]
 
 
+def _alone(block: nn.Module, seen: Observation, taken: set[str], tp: int, loose: Container[int]) -> list[Skeleton]:
+    """Large layers of a block of which no two can be cut together (a state space): each gathers or splits alone."""
+    skeletons = []
+    sizes = {layer: math.prod(features(block.get_submodule(layer))) for layer in seen.layers if layer not in taken}
+    for layer, size in sizes.items():
+        part, use = block.get_submodule(layer), seen.layers[layer]
+        if size * 8 < max(sizes.values()) or not is_linear(part) or id(part.weight) in loose:
+            continue
+        width, out = features(part)
+        if out >= width and out % tp == 0:
+            way = RegionLayout((ColumnLayout(layer, (out,)),), "", gathered=True)
+            skeletons.append(Skeleton([use], LayerUse("", 0), "derived", ways=[way]))
+        elif width % tp == 0:
+            skeletons.append(Skeleton([], use, "derived", ways=[RegionLayout((), layer, gathered=True)]))
+    return skeletons
+
+
 def _from_weights(
     block: nn.Module, seen: Observation, tp: int, sequence: bool, width: int, cuts: BlockCuts
 ) -> list[Skeleton]:
@@ -214,13 +235,13 @@ def _alternatives(
     inner = tuple(sorted(row.parameters.union(*(use.parameters for use in skeleton.more_rows))))
     plain = RegionLayout(tuple(ColumnLayout(use.name, (outs[use.name],)) for use in skeleton.columns), row.name)
     around = region_module(plain)
-    heads, kv_heads, head_dim = _head_counts(block, around, width, seen)
+    heads, kv_heads, head_dim = head_counts(block, around, width, seen)
     own = skeleton.gathered and skeleton.source == "user"
-    uneven_heads = _uneven_heads(f"{name}.{around}".rstrip("."), heads, kv_heads, tp) if heads and not own else ""
-    if uneven_heads and skeleton.source == "user":
-        raise ConfigError(uneven_heads)
-    if uneven_heads and not skeleton.gathered:
-        cuts.uneven_heads.append(uneven_heads)
+    fault = head_fault(f"{name}.{around}".rstrip("."), heads, kv_heads, tp) if heads and not own else ""
+    if fault and skeleton.source == "user":
+        raise ConfigError(fault)
+    if fault and not skeleton.gathered:
+        cuts.uneven_heads.append(fault)
         said = f"{heads} query and {kv_heads} key/value heads cannot be shared by tensor_parallel={tp}"
         cuts.notes.update(dict.fromkeys((*outs, row.name), said))
         return
@@ -248,16 +269,17 @@ def _alternatives(
         for use in skeleton.columns
     ]
     shared |= packed
-    sizes = _sizes_read(seen, around)
+    sizes = sizes_read(seen, around)
     widths = {width, *outs.values(), *(size for choices in sections for parts in choices for size in parts)}
-    divisions = list(_division_choices(sizes, widths, width, tp, heads, kv_heads, bool(shared)))
+    divisions = list(division_choices(sizes, widths, width, tp, heads, kv_heads, bool(shared)))
     entries = list(_entries(seen, skeleton, sequence))
     showings = list(_showings(block, seen, skeleton, around, heads, width))
-    for chosen, (entry, stand_ins, gathers, modes), divided, (slices, copies, views) in itertools.product(
-        itertools.product(*sections), entries, divisions, showings
+    # Sections change fastest: what is wrong in them shows in the numbers only.
+    for (slices, copies, views), divided, (entry, stand_ins, gathers, modes), chosen in itertools.product(
+        showings, divisions, entries, list(itertools.product(*sections))
     ):
         uneven = (size % tp for parts, use in zip(chosen, skeleton.columns, strict=True) for size in parts)
-        if own or uneven_heads or (not shared and any(uneven)):
+        if own or fault or (not shared and any(uneven)):
             continue
         columns = tuple(
             ColumnLayout(
@@ -382,99 +404,6 @@ def _common(names: list[str]) -> str:
             break
         shared.append(level[0])
     return ".".join(shared)
-
-
-def _sizes_read(seen: Observation, around: str) -> dict[tuple[str, str], int]:
-    """Whole numbers read by the module around a region and the modules in it."""
-    prefix = f"{around}." if around else ""
-    return {
-        (module, attribute): value
-        for module, attributes in seen.sizes.items()
-        if module == around or (module.startswith(prefix) and prefix)
-        for attribute, value in attributes.items()
-    }
-
-
-def _division_choices(
-    sizes: dict[tuple[str, str], int],
-    widths: set[int],
-    width: int,
-    tp: int,
-    heads: int,
-    kv_heads: int,
-    shared: bool,
-) -> Iterator[tuple[Division, ...]]:
-    local_kv = max(1, kv_heads // tp)
-    by_heads, by_width, other = [], [], []
-    for (module, attribute), value in sizes.items():
-        if _PER_HEAD.fullmatch(attribute) or value <= 1:
-            continue
-        if _KV_HEADS.fullmatch(attribute):
-            by_heads.append(Division(module, attribute, max(1, value // tp)))
-        elif _GROUPS.fullmatch(attribute):
-            if shared:
-                by_heads.append(Division(module, attribute, heads // tp // local_kv))
-        elif value % tp:
-            continue
-        elif _HEADS.fullmatch(attribute):
-            by_heads.append(Division(module, attribute, value // tp))
-        elif value in widths:
-            by_width.append(Division(module, attribute, value // tp))
-        elif width % value == 0:
-            other.append(Division(module, attribute, value // tp))
-    choices = [(*by_heads, *by_width), tuple(by_heads), tuple(by_width), (*by_heads, *by_width, *other), ()]
-    yield from dict.fromkeys(choices)
-
-
-def _head_counts(block: nn.Module, around: str, width: int, seen: Observation) -> tuple[int, int, int]:
-    """``(heads, kv_heads, head_dim)`` of the attention in a region; zeros when it does not look like attention."""
-    module = block.get_submodule(around)
-    holders = [vars(part) for _, part in module.named_modules() if not is_linear(part)]
-    config = getattr(module, "config", None)
-    like_attention = "att" in f"{around} {type(module).__name__}".lower() or hasattr(module, "head_dim")
-    if config is not None and like_attention:
-        holders.append(dict(whole_numbers(config)))
-    heads = _first(holders, _HEADS)
-    if not heads or width % heads:
-        return 0, 0, 0
-    kv_heads = _first(holders, _KV_HEADS) or heads
-    head_dim = next((h["head_dim"] for h in holders if type(h.get("head_dim")) is int), width // heads)
-    if head_dim * heads != width:
-        return 0, 0, 0
-    return heads, kv_heads, head_dim
-
-
-def whole_numbers(config: object) -> Iterator[tuple[str, int]]:
-    """Numbers of heads that a configuration names."""
-    for name in ("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_heads", "head_dim"):
-        value = getattr(config, name, None)
-        if type(value) is int:
-            yield name, value
-
-
-def _first(holders: list[dict[str, object]], pattern: re.Pattern[str]) -> int:
-    for holder in holders:
-        for name, value in holder.items():
-            if type(value) is int and value > 0 and pattern.fullmatch(name):
-                return value
-    return 0
-
-
-def _uneven_heads(name: str, heads: int, kv_heads: int, tp: int) -> str:
-    """Why heads cannot be shared; empty if they can."""
-    if heads % tp:
-        fitting = [size for size in range(1, heads + 1) if heads % size == 0]
-        return (
-            f"{name} has {heads} attention heads, which cannot be shared evenly by tensor_parallel={tp} ranks. Choose"
-            f" tensor_parallel from {fitting}, or a number of heads that divides by {tp}."
-        )
-    if kv_heads % tp and tp % kv_heads:
-        fitting = [size for size in range(1, heads + 1) if heads % size == 0 and (kv_heads % size == 0)]
-        return (
-            f"{name} has {kv_heads} key/value heads for {heads} query heads, and tensor_parallel={tp} neither divides"
-            f" nor is a multiple of {kv_heads}. Choose tensor_parallel from {fitting}."
-        )
-    return ""
 
 
 def _check_even(name: str, block: nn.Module, layer: str, size: int, tp: int) -> None:

@@ -65,11 +65,14 @@ class WeightCut:
 
 @dataclass(frozen=True)
 class RegionLayout:
-    """Column layers and the row layer that reads all of them, or one module whose own parameters are cut."""
+    """Column layers and the row layer that reads all of them, or one module whose own parameters are cut.
+
+    A layer that is cut alone is a column whose output is gathered, or a row that splits its input.
+    """
 
     columns: tuple[ColumnLayout, ...]
     row: str
-    """The row layer, or the module with the parameters of ``weights``."""
+    """The row layer, or the module with the parameters of ``weights``; empty for a column that is cut alone."""
     divisions: tuple[Division, ...] = ()
     entry_module: str | None = None
     """Module whose arguments are changed on entry; ``None`` when the column layers see to it."""
@@ -99,7 +102,7 @@ class RegionLayout:
     @property
     def rows(self) -> tuple[str, ...]:
         """Every row layer."""
-        return (self.row, *self.more_rows)
+        return (self.row, *self.more_rows) if self.row else ()
 
 
 @dataclass(frozen=True)
@@ -160,3 +163,5 @@ class Alternatives:
     """Ways to cut a region, best first; the first that keeps the numbers is taken."""
 
     layouts: list[RegionLayout] = field(default_factory=list)
+    untried: list[RegionLayout] = field(default_factory=list)
+    """Further ways, of which it is not known yet whether they fit the shapes of the block's code."""
