@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.checkpoint.integrity import share, verify
+from lightning_3d.checkpoint.leftovers import LINK, OLD, REMOVING, SAVING, claim, hidden, release, sweep
 from lightning_3d.errors import CheckpointError
 
 FORMAT = "lightning_3d"
@@ -206,19 +207,22 @@ def begin(path: Path) -> None:
             f"{path} is a directory that is no checkpoint of lightning_3d; saving there would delete what it holds."
             " Choose another path or remove it."
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make(path.parent)
+    sweep(path.parent)
     _remove(folder)
+    claim(path)
     folder.mkdir()
 
 
 def staging(path: Path) -> Path:
     """The directory in which the checkpoint for ``path`` is written."""
-    return path.parent / f".{path.name}.saving"
+    return hidden(path, SAVING)
 
 
 def discard(path: Path) -> None:
     """Delete what was written for ``path`` and will not be finished."""
     shutil.rmtree(staging(path), ignore_errors=True)
+    release(path)
 
 
 def publish(path: Path) -> None:
@@ -239,7 +243,33 @@ def publish(path: Path) -> None:
         os.rename(folder, path)
         _sync(path.parent)
         _remove(aside)
+    release(path)
     _sync(path.parent)
+
+
+def link(target: Path, path: Path) -> None:
+    """Make ``path`` a relative link to ``target``, in the place of a link, file or checkpoint that may be there.
+
+    At every moment something loadable has the name, where the file system can swap two paths.
+    """
+    fresh = hidden(path, LINK)
+    _remove(fresh)
+    os.symlink(os.path.relpath(target, path.parent), fresh)
+    if not path.is_dir() or path.is_symlink():
+        os.replace(fresh, path)
+    elif _exchange(fresh, path):
+        _sync(path.parent)
+        _remove(fresh)
+    else:
+        remove(path)
+        os.rename(fresh, path)
+    _sync(path.parent)
+
+
+def links_to(path: Path) -> list[Path]:
+    """The links beside ``path`` that lead to it."""
+    siblings = path.parent.iterdir() if path.parent.is_dir() else ()
+    return [entry for entry in siblings if entry.is_symlink() and entry.resolve() == path.resolve()]
 
 
 def remove(path: str | os.PathLike[str]) -> None:
@@ -248,7 +278,7 @@ def remove(path: str | os.PathLike[str]) -> None:
     doomed = folder
     if is_checkpoint(folder) and not folder.is_symlink():
         # A kill in the middle must not leave a directory that still looks like a checkpoint.
-        doomed = folder.parent / f".{folder.name}.removing"
+        doomed = hidden(folder, REMOVING)
         _remove(doomed)
         os.rename(folder, doomed)
     _remove(doomed)
@@ -260,8 +290,16 @@ def write_file(path: Path, write: Callable[[Path], Any]) -> None:
     _sync(path)
 
 
+def _make(folder: Path) -> None:
+    """A directory with those above it, on the disk."""
+    if not folder.exists():
+        _make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
+
+
 def _aside(path: Path) -> Path:
-    return path.parent / f".{path.name}.old"
+    return hidden(path, OLD)
 
 
 def _format_of(folder: Path) -> object:
