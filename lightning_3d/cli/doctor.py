@@ -108,8 +108,9 @@ class _Request:
         def make() -> Any:
             parser.add_instantiator(construct, nn.Module, prepend=True)
             try:
+                instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # its new name
                 with torch.device("meta") if self.on_meta else contextlib.nullcontext():
-                    return parser.instantiate_classes(arguments).model
+                    return instantiate(arguments).model
             except Exception as error:
                 raise (refused or [error])[0] from None
 

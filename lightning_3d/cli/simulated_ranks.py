@@ -56,9 +56,10 @@ def on_tensor_parallel_ranks(count: int, work: Callable[[Mesh], Result], limit_s
                 process.kill()
             for process in processes:
                 process.join()
-    failed = next((answer for answer in answers.values() if isinstance(answer, BaseException)), None)
-    if failed is not None:
-        raise failed
+    failed = [answer for answer in answers.values() if isinstance(answer, BaseException)]
+    if failed:
+        # A rank that loses another one fails too: what the other said comes first.
+        raise next((error for error in failed if not isinstance(error, RankError)), failed[0])
     return answers[0]  # type: ignore[return-value]
 
 
@@ -77,8 +78,8 @@ def _collect(pipes: list[Connection], limit_s: float) -> dict[int, object]:
                 answers[rank] = pipe.recv()
             except EOFError:
                 raise RankError(f"Simulated rank {rank} died without an answer (out of memory?).") from None
-            if isinstance(answers[rank], BaseException):
-                return answers  # the others may wait for it for ever
+        if any(isinstance(answer, BaseException) for answer in answers.values()):
+            break  # the others may wait for it for ever
     return answers
 
 

@@ -263,6 +263,7 @@ def test_stages_may_be_uneven() -> None:
         Case(Tokens, (7,)),
         Case(Tokens, (7,), {"pipeline_split": [3, 4]}),
         Case(Tokens, (7,), {"pipeline_split": "uniform"}),
+        Case(Tokens, (7,), {"pipeline_split": "profile"}),
         Case(Tokens, (7,), {"pipeline_split": "parameters", **interleaved}),
         Case(Tokens, (7,), {"pipeline_split": [1, 3, 1, 2], **interleaved}),
     )
