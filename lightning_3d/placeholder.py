@@ -34,15 +34,36 @@ class _ReadError(StageError):
     """An operation needs the values of a placeholder."""
 
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_WRITES = frozenset({"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow"))})
+"""Names of operations that write and do not end in a single underscore."""
+
+
 class _Context:
     """What the pipeline wants of operations on placeholders while it runs a step."""
 
     recording: bool = False
     demand: Callable[[list[Placeholder]], bool] | None = None
     random: bool = False
+    refuse_writes: bool = False
 
 
 _context = _Context()
+
+
+def refuse_lost_writes() -> None:
+    """From now on, refuse to write a placeholder into a real tensor, which would be lost without a word."""
+    _context.refuse_writes = True
+
+
+@contextmanager
+def lost_writes() -> Iterator[None]:
+    """Within, such writes go nowhere: in a step a stage also runs what it later takes over from the last stage."""
+    before, _context.refuse_writes = _context.refuse_writes, False
+    try:
+        yield
+    finally:
+        _context.refuse_writes = before
 
 
 @contextmanager
@@ -144,6 +165,8 @@ class Placeholder(Tensor):
             args, kwargs = resolve((args, kwargs or {}))
             if _context.demand is not None and _bind_mixed((args, kwargs), _context.demand):
                 args, kwargs = resolve((args, kwargs))
+            if getattr(func, "__name__", "").endswith("_") and not _may_write(func, args, kwargs):
+                return None
         return (_remembered if _context.recording else _run)(func, args, kwargs or {})
 
     @classmethod
@@ -237,6 +260,34 @@ def _remembered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             if not any(item is leaf for leaf in recipe.leaves):
                 item.comes_from((recipe, index))
     return result
+
+
+def _may_write(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether an operation that may write in place is to run: not where what it sets is another stage's."""
+    if func == _SET_DATA:
+        return isinstance(args[1], Placeholder)
+    if not _context.refuse_writes or (func.__name__.endswith("__") and func.__name__ not in _WRITES):
+        return True
+    targets = leaves_of(args[:1])
+    if any(isinstance(item, Tensor) and not isinstance(item, Placeholder) for item in targets):
+        for item in leaves_of((args, kwargs)):
+            refuse_write(item)
+    return True
+
+
+def refuse_write(value: object) -> None:
+    """Refuse that ``value`` is written into a tensor of this stage.
+
+    Raises:
+        StageError: if another stage holds it.
+    """
+    if is_placeholder(value):
+        raise StageError(
+            f"{user_line()} writes a value of {value.origin!r}, which another pipeline stage holds, into a tensor of"  # type: ignore[attr-defined]
+            " this stage, where it would be lost. Combine only what stands on the same stage, such as parameters with"
+            " copies made of them once training begins; let a callback such as WeightAveraging keep averages; or use"
+            " pipeline_parallel=1."
+        )
 
 
 def is_placeholder(value: object) -> bool:

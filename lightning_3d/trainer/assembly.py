@@ -30,7 +30,7 @@ from lightning_3d.pipeline.stage import Stage
 from lightning_3d.pipeline.ties import find_shared
 from lightning_3d.pipeline.timing import time_costs
 from lightning_3d.pipeline.wrappers import unwrap
-from lightning_3d.placeholder import is_placeholder
+from lightning_3d.placeholder import is_placeholder, refuse_lost_writes
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.random import States, StepStreams
 from lightning_3d.sharding import Sharding, build_sharding, make_ties
@@ -184,6 +184,8 @@ def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, pre
     engine = Engine(stage, mesh, config.schedule, config.virtual_stages, sharding)
     assembly = Assembly(config, mesh, stage, engine, sharding, streams, applied, layout, keys, ties, original)
     assembly.complaint = complaint
+    if mesh.pp.size > 1:
+        refuse_lost_writes()
     object.__setattr__(module, _ATTRIBUTE, assembly)
     return assembly
 

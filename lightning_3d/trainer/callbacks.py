@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_3d.checkpoint import ModelState
 from lightning_3d.mesh import Mesh
 from lightning_3d.trainer.averaging import Averaging
+from lightning_3d.trainer.data_assignment import DataAssignment
 
 
 class ServedCallbacks:
@@ -22,6 +23,7 @@ class ServedCallbacks:
     def __init__(self) -> None:
         self._finetuning = Finetuning()
         self._averaging = Averaging()
+        self._assignment = DataAssignment()
 
     def before_setup(self, module: pl.LightningModule | None, mesh: Mesh) -> None:
         """Before the ``setup`` hook of the callbacks of the Trainer that ``module`` belongs to."""
@@ -33,11 +35,13 @@ class ServedCallbacks:
     ) -> None:
         """Begin, once ``module`` is laid out; ``state`` gives the rank's view of it."""
         self._finetuning.install(_of(trainer))
+        self._assignment.install()
         self._averaging.install(_of(trainer), module, state, mesh, trainer.state.fn == TrainerFn.FITTING)
 
     def remove(self) -> None:
         """End."""
         self._finetuning.remove()
+        self._assignment.remove()
         self._averaging.remove()
 
 

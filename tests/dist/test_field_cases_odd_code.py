@@ -25,6 +25,7 @@ from tests.dist.lightning_modules import (
     seeded,
     whole_weights,
 )
+from tests.harness import RankFailure
 
 BATCH = 4
 
@@ -210,3 +211,33 @@ class KeepsParameters(Tokens):
 )
 def test_c59_optimizers_and_parameters_are_used_as_they_are(mesh: Mesh, zero: int) -> None:
     check(mesh, [ByNames, KeepsParameters], zero_stage=zero)
+
+
+class Follows(MeanTeacher):
+    """The teacher follows the student, as in BYOL and its kin: values in place, and by ``data``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher.requires_grad_(False)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pairs = list(zip(self.teacher.parameters(), self.student.parameters(), strict=True))
+        for slow, fast in pairs[::2]:
+            slow.data = slow.data * 0.9 + fast.data * 0.1
+        with torch.no_grad():
+            for slow, fast in pairs[1::2]:
+                slow.lerp_(fast, 0.1)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (1, 2, 1)])
+def test_a_teacher_that_follows_the_student(mesh: Mesh) -> None:
+    check(mesh, [Follows])
+
+
+def test_a_teacher_cannot_follow_values_of_another_stage() -> None:
+    with pytest.raises(RankFailure, match=r"test_field_cases_odd_code\.py:\d+ .* writes a value of 'student\.embed"):
+        on_ranks(fit_following, (2, 1, 1), Follows)
+
+
+def fit_following(mesh: Mesh, kind: Any) -> None:
+    make_trainer(mesh).fit(seeded(kind), loader(rows(BATCH), BATCH, mesh))
