@@ -160,6 +160,7 @@ class Engine:
         for chunk in range(self._last_chunk + 1):
             if self._rank_of(chunk) == self._rank:
                 settling.lead(chunk)
+                self.progress.act(Action(Kind.F, chunk, piece.index))
                 self._run_chunk(chunk, piece, settling, flights[chunk])
                 settling.end()
             else:
