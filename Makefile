@@ -46,6 +46,9 @@ test: lint types  ## lint, types and all tests
 zoo: $(DEV_STAMP)  ## train every model of the zoo at every layout, and write the table of the README
 	$(BIN)/python -m tests.zoo.table
 
+test-long: $(DEV_STAMP)  ## the tests that take minutes: every pair of layouts
+	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
+
 lint: $(DEV_STAMP)  ## ruff
 	$(BIN)/ruff check .
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
-from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -20,7 +21,7 @@ from lightning_3d.mesh import Mesh, where
 from lightning_3d.pipeline.micro_batches import batch_size_of
 from lightning_3d.trainer.host_random import GeneratorStates, HostRandomState
 from lightning_3d.trainer.messages import Channel
-from lightning_3d.trainer.sampler import index_sampler
+from lightning_3d.trainer.sampler import ReplicaBatchSampler, index_sampler
 
 _BATCH, _END, _ERROR = range(3)
 _NEW, _SAME = range(2)
@@ -100,6 +101,18 @@ class Resumable(Protocol):
         """Go there."""
 
 
+class Epochs(Protocol):
+    """What a loader must know of the loop that iterates it."""
+
+    @property
+    def current(self) -> int:
+        """Number of the epoch that the loop is in, or begins."""
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the loop has taken the last batch of its epoch and would, resumed from here, begin another."""
+
+
 class SharedLoader:
     """Stands in for a loader: the replica's reader iterates it, the other ranks of the replica receive its batches.
 
@@ -115,14 +128,21 @@ class SharedLoader:
         mesh: The mesh. Collective: all ranks wrap their loaders in the same order.
         ledger: Where the facts of every batch are noted.
         track_indices: Also share which samples a batch holds, for writers of predictions.
+        epochs: Of the loop that trains with it. Samplers are told the epoch before they draw an order: Lightning tells
+            them after a resumed pass has begun.
     """
 
-    _own = frozenset({"loader", "mesh", "ledger", "batch_sampler", "_channel", "_length", "_live", "_resume", "_track"})
+    _own = frozenset(
+        {"loader", "mesh", "ledger", "batch_sampler", "epochs", "_channel", "_length", "_live", "_resume", "_track"}
+    )
 
-    def __init__(self, loader: Any, mesh: Mesh, ledger: BatchLedger, *, track_indices: bool = False) -> None:
+    def __init__(
+        self, loader: Any, mesh: Mesh, ledger: BatchLedger, *, track_indices: bool = False, epochs: Epochs | None = None
+    ) -> None:
         self.loader = loader
         self.mesh = mesh
         self.ledger = ledger
+        self.epochs = epochs
         self._track = track_indices and index_sampler(loader) is not None
         self.batch_sampler: Any = getattr(loader, "batch_sampler", None)
         if self._track:
@@ -167,7 +187,9 @@ class SharedLoader:
         """Where the current pass stands. Collective when the loader keeps its own place."""
         running = self._live() if self._live is not None else None
         state: dict[str, Any] = {"batches": 0, "random": None, "readers": None}
-        if running is not None:
+        state["samples"] = _samples_of(self.loader)
+        state["ended"] = self.epochs is not None and self.epochs.at_end
+        if running is not None and not state["ended"]:
             ahead = 1 if sized_len(self) is None and not running.ended else 0  # Lightning looks one batch ahead
             state |= {"batches": max(0, running.num_batches - ahead), "random": running.started_at}
         if _is_resumable(self.loader):
@@ -204,7 +226,14 @@ class _Pass:
 
     def _open(self, resume: dict[str, Any] | None) -> None:
         shared = self.shared
+        ended = resume is not None and resume.get("ended", False)
+        if shared.epochs is not None:
+            _set_sampler_epoch(shared.loader, shared.epochs.current + ended)
+        if ended and resume is not None and resume["readers"] is None:
+            resume = None
         batches = resume["batches"] if resume else 0
+        if resume and batches:
+            _warn_of_other_batches(resume.get("samples"), _samples_of(shared.loader))
         sampler = index_sampler(shared.loader)
         before = HostRandomState.get()
         if resume and resume["random"] is not None:
@@ -233,8 +262,10 @@ class _Pass:
     def _start(self, skip: int, resume: dict[str, Any] | None) -> Iterator[Any]:
         loader = self.shared.loader
         sampler = index_sampler(loader)
-        if sampler is not None and self.shared._track:
-            sampler.served = deque()
+        if sampler is not None:
+            sampler.forget()
+            if self.shared._track:
+                sampler.served = deque()
         readers = resume["readers"] if resume else None
         if readers is not None and len(readers) == self.shared.mesh.dp.size:
             loader.load_state_dict(readers[self.shared.mesh.dp.rank])
@@ -349,6 +380,21 @@ class _SeenIndices(_IndexBatchSamplerWrapper):
         self.seen_batch_indices: list[list[int]] = []
         self._batch_sampler = sampler
         self._iterator = None
+
+
+def _samples_of(loader: Any) -> int | None:
+    """Samples in a whole batch over all replicas, where a sampler of ours cuts batches for them."""
+    sampler = index_sampler(loader)
+    return getattr(sampler.source, "batch_size", None) if isinstance(sampler, ReplicaBatchSampler) else None
+
+
+def _warn_of_other_batches(then: int | None, now: int | None) -> None:
+    if then is not None and now is not None and then != now:
+        rank_zero_warn(
+            f"The checkpoint was saved in mid-epoch by a run with {then} samples per batch over all replicas; now there"
+            f" are {now}. As many batches are skipped as were trained on then, so samples of this epoch are repeated or"
+            " left out. Keep batch_size x data_parallel the same, or set global_batch_size on the strategy."
+        )
 
 
 def _is_resumable(loader: Any) -> bool:

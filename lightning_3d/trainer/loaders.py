@@ -40,7 +40,9 @@ class LoaderGate:
             loader = set_batch_size(loader, self._replica_batch_size(self._global_batch_size))
         if self._shards:
             loader = shard(loader, self._mesh.dp)
-        return SharedLoader(loader, self._mesh, self._ledger, track_indices=stage is RunningStage.PREDICTING)
+        epochs = _TrainingEpochs(self._trainer) if stage is RunningStage.TRAINING else None
+        tracked = stage is RunningStage.PREDICTING
+        return SharedLoader(loader, self._mesh, self._ledger, track_indices=tracked, epochs=epochs)
 
     def _replica_batch_size(self, global_batch_size: int) -> int:
         replicas, accumulated = self._mesh.dp.size, self._trainer.accumulate_grad_batches
@@ -52,3 +54,23 @@ class LoaderGate:
                 f" {max(1, size) * replicas * accumulated} or {(size + 1) * replicas * accumulated}."
             )
         return size
+
+
+class _TrainingEpochs:
+    """The Trainer's count of epochs, as a loader needs it."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def current(self) -> int:
+        return int(vars(self._trainer.fit_loop.epoch_progress.current)["processed"])
+
+    @property
+    def at_end(self) -> bool:
+        # Lightning counts a batch as completed after `on_train_batch_end`. A checkpoint of that hook in the last batch
+        # of an epoch is resumed with the next epoch; one that is written later with the rest of this one.
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        current = progress.current
+        last = progress.is_last_batch or current.ready >= self._trainer.num_training_batches
+        return last and current.completed < current.ready

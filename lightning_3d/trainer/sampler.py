@@ -48,6 +48,10 @@ class ReplicaSampler:
         for _ in islice(self._prepared, skip):
             pass
 
+    def forget(self) -> None:
+        """Undo :meth:`prepare`, if no pass has begun since: a resumed epoch may turn out to have ended."""
+        self._prepared = None
+
     def __iter__(self) -> Iterator[Any]:
         # A generator: samplers draw their seed at the first item, in one process as on a replica. And a loader with
         # workers asks twice for an iterator before it takes the first item.

@@ -10,30 +10,19 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from tests.dist.lightning_modules import Mesh, Tokens, loader, make_trainer, on_ranks, rows, seeded, whole_weights
+from tests.dist.lightning_modules import Mesh, Tokens, loader, make_trainer, on_ranks, rows, seeded
 
 BATCH = 12
 STEPS, STOP = 6, 3
 
 
 class Learns(Tokens):
-    """AdamW with two groups, a schedule by steps, one by a metric, and a count of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
+    """AdamW with two groups and a schedule by steps."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.seen += 1
         loss = self.loss(batch)
         self.log("loss", loss)
         return loss
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["seen"] = self.trainer.global_step
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.loaded = checkpoint["seen"]
 
     def configure_optimizers(self) -> Any:
         plain = [p for name, p in self.named_parameters() if "norm" in name]
@@ -55,62 +44,6 @@ class Losses(Callback):
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         rate = trainer.optimizers[0].param_groups[1]["lr"]
         self.seen.append((trainer.global_step, float(trainer.callback_metrics["loss"]), rate))
-
-
-def train(mesh: Mesh | None, steps: int, folder: str | None = None, path: str | None = None) -> Any:
-    """Losses and rates by step, and the weights at the end; a checkpoint when it stops, if there is a folder."""
-    losses = Losses()
-    callbacks: list[Callback] = [losses]
-    if folder is not None:
-        callbacks.append(ModelCheckpoint(folder, "kept", every_n_train_steps=STOP, save_top_k=-1))
-    trainer = make_trainer(
-        mesh, callbacks=callbacks, max_steps=steps, max_epochs=-1, enable_checkpointing=folder is not None
-    )
-    module = seeded(Learns)
-    trainer.fit(module, loader(rows(BATCH * 4), BATCH, mesh, shuffle=True), ckpt_path=path)
-    loaded = getattr(module, "loaded", None)
-    return losses.seen, loaded, {k: v for k, v in whole_weights(trainer).items()}
-
-
-def resume_each(mesh: Mesh, *paths: str) -> Any:
-    return [train(mesh, STEPS, path=path) for path in paths]
-
-
-@pytest.fixture(scope="module")
-def straight() -> Any:
-    """Never stopped."""
-    return train(None, STEPS)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A checkpoint of tp2·pp2 and one of the stock Trainer, both after three steps."""
-    folder = tmp_path_factory.mktemp("saved")
-    on_ranks(train, (2, 1, 2), STOP, str(folder / "many"))
-    train(None, STOP, str(folder / "one"))
-    return str(folder / "many" / "kept.ckpt"), str(folder / "one" / "kept.ckpt")
-
-
-@pytest.fixture(scope="module")
-def resumed(saved: tuple[str, str]) -> Any:
-    """The stock Trainer's own resumption: it begins the epoch anew, with weights rounded to float32."""
-    return train(None, STEPS, path=saved[1])
-
-
-@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 3, 1), (4, 1, 1), (1, 1, 1)], ids=str)
-def test_training_goes_on_at_any_layout(mesh: Mesh, saved: tuple[str, str], straight: Any, resumed: Any) -> None:
-    results = on_ranks(resume_each, mesh, *saved) if mesh != (1, 1, 1) else [resume_each(mesh, *saved)]
-    expected = [("3d", straight[0][STOP:], straight[2], 1e-10), ("stock", resumed[0], resumed[2], 1e-6)]
-    for rank, result in enumerate(results):
-        for (origin, losses, weights, tolerance), (got_losses, loaded, got_weights) in zip(
-            expected, result, strict=True
-        ):
-            assert got_losses == [pytest.approx(item, rel=tolerance) for item in losses], f"rank {rank} from {origin}"
-            assert loaded == STOP
-            if rank == 0:
-                assert got_weights.keys() == weights.keys()
-                for name, value in weights.items():
-                    torch.testing.assert_close(got_weights[name], value, rtol=tolerance, atol=tolerance, msg=name)
 
 
 class Repeated(Learns):

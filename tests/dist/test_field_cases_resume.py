@@ -1,0 +1,192 @@
+"""Field cases about going on after a stop: the data that follow, rates, keys, and files for the stock Trainer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from tests.dist.lightning_modules import Mesh, Tokens, make_trainer, on_ranks, rows, seeded
+
+# --- C19 ------------------------------------------------------------------------------------------------------------
+
+NUM, BATCH = 16, 4
+
+
+class Counted(Dataset[tuple[int, Tensor]]):
+    """Rows with their numbers; counts what is read in this process."""
+
+    def __init__(self) -> None:
+        self.rows = rows(NUM)
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return NUM
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        self.reads += 1
+        return index, self.rows[index]
+
+
+class ByEpoch(Sampler[int]):
+    """An order that depends on the number of the epoch, as a DistributedSampler's."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(NUM, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+    def __len__(self) -> int:
+        return NUM
+
+
+class Seen(Callback):
+    def __init__(self) -> None:
+        self.batches: list[tuple[int, int, list[int]]] = []
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.batches.append((trainer.current_epoch, batch_idx, batch[0].tolist()))
+
+
+class Sees(Tokens):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch[1]))
+
+
+class SaveAt(Callback):
+    """Saves in a hook of the Trainer, once."""
+
+    def __init__(self, hook: str, path: str, epoch: int, batch: int) -> None:
+        self.path, self.saved = path, False
+        self.place = (epoch, batch)
+        setattr(self, hook, self._save)
+
+    def _save(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        place = (trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        if place == self.place and not self.saved and not trainer.sanity_checking:
+            self.saved = True
+            trainer.save_checkpoint(self.path)
+
+
+FORK = {"multiprocessing_context": "fork"}  # ranks come from a forkserver, whose workers import everything anew
+BATCH_END, VAL_END, EPOCH_END = "on_train_batch_end", "on_validation_end", "on_train_epoch_end"
+MOMENTS: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
+    # hook, epoch and number of batches read when it saves; options of the loader; options of the Trainer
+    "shuffled": (BATCH_END, 0, 3, {"shuffle": True}, {}),
+    "by epoch": (BATCH_END, 1, 2, {"sampler": True}, {}),
+    "workers": (BATCH_END, 1, 2, {"shuffle": True, "num_workers": 2, **FORK}, {}),
+    "workers by epoch": (BATCH_END, 1, 2, {"sampler": True, "num_workers": 1, **FORK}, {}),
+    "accumulated": (BATCH_END, 0, 3, {"shuffle": True}, {"accumulate_grad_batches": 3}),
+    "validated": (VAL_END, 0, 2, {"shuffle": True}, {"val_check_interval": 2}),
+    "last batch": (BATCH_END, 0, 4, {"shuffle": True}, {}),
+    "last batch by epoch": (BATCH_END, 0, 4, {"sampler": True}, {}),
+    "limited": (BATCH_END, 0, 2, {"shuffle": True}, {"limit_train_batches": 2}),
+    "validated at the end": (VAL_END, 0, 4, {"shuffle": True}, {}),
+    "epoch": (EPOCH_END, 0, 4, {"shuffle": True}, {}),
+    "epoch by epoch": (EPOCH_END, 0, 4, {"sampler": True}, {}),
+}
+
+
+def see(mesh: Mesh | None, case: str, path: str, resume: bool) -> tuple[list[Any], int, bool]:
+    """The batches of this rank's replica, the samples that this process read, and whether it was to read."""
+    hook, epoch, batch, loading, options = MOMENTS[case]
+    seen, data = Seen(), Counted()
+    callbacks: list[Callback] = [seen] if resume else [seen, SaveAt(hook, path, epoch, batch)]
+    # The 3D strategy sets the batch size itself: per optimizer step, whatever the number of replicas.
+    sizes = {"global_batch_size": BATCH * options.get("accumulate_grad_batches", 1)} if mesh else {}
+    trainer = make_trainer(mesh, sizes, callbacks=callbacks, max_epochs=2 + epoch, **options)
+    loading = {**loading, "sampler": ByEpoch() if "sampler" in loading else None}
+    train_loader = DataLoader(data, batch_size=BATCH if mesh is None else 1, **loading)
+    val_loader = DataLoader(Counted(), batch_size=BATCH // (mesh[1] if mesh else 1))
+    trainer.fit(seeded(Sees), train_loader, val_loader, ckpt_path=path if resume else None)
+    reads = mesh is not None and trainer.strategy.topology.is_replica_reader
+    return seen.batches, data.reads, reads
+
+
+def stop_and_go_on(mesh: Mesh, folder: str, cases: list[str]) -> Any:
+    """Per case what was seen without a stop, and what after it."""
+    return [(see(mesh, case, f"{folder}/{case}", False), see(mesh, case, f"{folder}/{case}", True)) for case in cases]
+
+
+def go_on(mesh: Mesh, folder: str, cases: list[str]) -> Any:
+    return [see(mesh, case, f"{folder}/{case}", True) for case in cases]
+
+
+def whole(results: list[Any], mesh: Mesh) -> list[Any]:
+    """The batches over all replicas, in the order of one process; all ranks of a replica saw the same."""
+    pp, dp, tp = mesh
+    replicas = []
+    for replica in range(dp):
+        ranks = [results[(stage * dp + replica) * tp + t][0] for stage in range(pp) for t in range(tp)]
+        assert all(rank == ranks[0] for rank in ranks)
+        replicas.append(ranks[0])
+    joined = []
+    for parts in zip(*replicas, strict=True):
+        ((epoch, batch),) = {part[:2] for part in parts}
+        groups = zip(*(part[2] for part in parts), strict=True)
+        joined.append((epoch, batch, [index for group in groups for index in group]))
+    return joined
+
+
+def check(case: str, straight: list[Any], mesh: Mesh, results: list[Any]) -> None:
+    """Resumed at ``mesh``, the rest of ``straight`` follows, and nothing else has been read."""
+    _, epoch, batch, loading, options = MOMENTS[case]
+    rest = straight[epoch * options.get("limit_train_batches", NUM // BATCH) + batch :]
+    assert rest, case
+    assert whole(results, mesh) == rest, (case, mesh)
+    for _, reads, is_reader in results:
+        if not loading.get("num_workers"):
+            assert reads == (len(rest) * BATCH // mesh[1] if is_reader else 0), (case, mesh)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("first", "other", "cases"),
+    [
+        ((1, 2, 1), (2, 1, 1), list(MOMENTS)),
+        ((2, 2, 1), (1, 1, 2), ["shuffled", "workers", "accumulated"]),
+    ],
+    ids=["dp2 to pp2", "pp2 dp2 to tp2"],
+)
+def test_c19_what_follows_a_resumption_is_what_would_have_followed(
+    tmp_path: Path, first: Mesh, other: Mesh, cases: list[str]
+) -> None:
+    """At the same layout and at another: no sample twice, none left out, and those before are not even read."""
+    same = on_ranks(stop_and_go_on, first, str(tmp_path), cases, timeout=120)
+    elsewhere = on_ranks(go_on, other, str(tmp_path), cases, timeout=120)
+    for place, case in enumerate(cases):
+        straight = see(None, case, str(tmp_path / "stock"), False)[0]
+        assert whole([rank[place][0] for rank in same], first) == straight, case
+        check(case, straight, first, [rank[place][1] for rank in same])
+        check(case, straight, other, [rank[place] for rank in elsewhere])
+
+
+def other_batches(mesh: Mesh, path: str) -> list[str]:
+    messages = []
+    for resume, options in ((None, {"global_batch_size": 4}), (path, {"global_batch_size": 2})):
+        trainer = make_trainer(mesh, options, max_steps=3 if resume is None else 4, max_epochs=-1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(seeded(Tokens), DataLoader(rows(NUM)), ckpt_path=resume)
+        messages += [str(warning.message) for warning in caught if "in mid-epoch" in str(warning.message)]
+        trainer.save_checkpoint(path)
+    return messages
+
+
+def test_c19_batches_of_another_size_in_mid_epoch_are_told(tmp_path: Path) -> None:
+    (message,) = other_batches((1, 1, 1), str(tmp_path / "c"))
+    assert "4 samples per batch over all replicas; now there are 2" in message and "global_batch_size" in message
