@@ -10,11 +10,13 @@ from lightning_3d.checkpoint.optimizer_state import load_optimizers
 from lightning_3d.checkpoint.parts import WholeValues, part_of
 from lightning_3d.checkpoint.save import RANK_STATE, save
 from lightning_3d.checkpoint.state import ModelState
+from lightning_3d.checkpoint.stock_file import StockFile, write_lightning
 
 __all__ = [
     "RANK_STATE",
     "Exported",
     "ModelState",
+    "StockFile",
     "WholeValues",
     "consolidate",
     "export_hugging_face",
@@ -33,4 +35,5 @@ __all__ = [
     "save",
     "state_dict_keys",
     "to_lightning",
+    "write_lightning",
 ]

@@ -80,15 +80,26 @@ def consolidate(path: str | os.PathLike[str], weights_only: bool | None = None) 
     folder, manifest = read_manifest(path)
     verify_files(folder, manifest)
     extra = torch_load(folder / TRAINER, weights_only).get(EXTRA_STATE, {})
-    return _read_all(stored_state_dict(folder, manifest, read_index(folder), extra))
+    return _read_all(stored_state_dict(folder, manifest, read_index(folder), extra), {})
 
 
 def to_lightning(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
     """What the stock Trainer would have saved: ``torch.save`` of it is a ``.ckpt`` that it resumes from.
 
+    All of it is in memory then; :func:`~lightning_3d.checkpoint.write_lightning` writes such a file tensor by tensor.
+
     Args:
         path: A checkpoint directory.
         weights_only: As in :func:`~lightning_3d.checkpoint.read`; here hyper-parameters are not left out.
+    """
+    return _read_all(stock_content(path, weights_only), {})
+
+
+def stock_content(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+    """What :func:`to_lightning` gives, with :class:`StoredTensor` objects for tensors that are not read yet.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or holds objects that ``weights_only`` does not allow.
     """
     folder, manifest = read_manifest(path)
     verify_files(folder, manifest)
@@ -99,8 +110,8 @@ def to_lightning(path: str | os.PathLike[str], weights_only: bool | None = None)
     other = checkpoint.pop(OTHER_OPTIONS, None)
     extra = checkpoint.pop(EXTRA_STATE, {})
     _forget_shared_loaders(checkpoint)
-    checkpoint["state_dict"] = _read_all(stored_state_dict(folder, manifest, index, extra))
-    put_stored(checkpoint, manifest.copies, manifest.ties, _Reading(index))
+    checkpoint["state_dict"] = stored_state_dict(folder, manifest, index, extra)
+    put_stored(checkpoint, manifest.copies, manifest.ties, index)
     if manifest.optimizers:
         checkpoint["optimizer_states"] = [
             _numbered(stored_record(number, manifest, index, other and other[number], {}))
@@ -123,23 +134,15 @@ def _forget_shared_loaders(checkpoint: Mapping[str, Any]) -> None:
             state["combined_loader"] = [loader for loader in kept if loader is not None]
 
 
-def _read_all(stored: Mapping[str, Any]) -> dict[str, Any]:
-    tensors: dict[str, Tensor] = {}
-    full: dict[str, Any] = {}
-    for key, value in stored.items():
-        if isinstance(value, StoredTensor):
-            if value.key not in tensors:
-                tensors[value.key] = value.read()
-            value = tensors[value.key]
-        full[key] = value
-    return full
-
-
-class _Reading(dict[str, Any]):
-    """Stored tensors that are read when they are asked for."""
-
-    def __getitem__(self, key: str) -> Any:
-        return super().__getitem__(key).read()
+def _read_all(content: Any, known: dict[int, Tensor]) -> Any:
+    """``content`` with the stored tensors in its dicts and lists read, each once."""
+    if isinstance(content, StoredTensor):
+        if id(content) not in known:
+            known[id(content)] = content.read()
+        return known[id(content)]
+    if type(content) is dict:
+        return {key: _read_all(value, known) for key, value in content.items()}
+    return [_read_all(value, known) for value in content] if type(content) is list else content
 
 
 def _numbered(record: OptimizerRecord) -> dict[str, Any]:
@@ -151,9 +154,7 @@ def _numbered(record: OptimizerRecord) -> dict[str, Any]:
         groups.append({**options, "params": params})
     state = {}
     for name, values in record.state.items():
-        state[numbers[name]] = {
-            key: value.read() if isinstance(value, StoredTensor) else value for key, value in values.items()
-        }
+        state[numbers[name]] = dict(values)
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lightning_3d.checkpoint import export_hugging_face, to_lightning
+from lightning_3d.checkpoint import export_hugging_face, write_lightning
 from lightning_3d.errors import ConfigError
 
 DESCRIPTION = """
@@ -74,10 +71,5 @@ def _to_file(given: argparse.Namespace, weights_only: bool | None) -> dict[str, 
         raise ConfigError(f"{', '.join(wrong)}: only with --to hf.")
     if given.target.is_dir():
         raise ConfigError(f"{given.target} is a directory; --to ckpt writes one file. Give its name.")
-    content = to_lightning(given.source, weights_only)
-    given.target.parent.mkdir(parents=True, exist_ok=True)
-    part = given.target.with_name(given.target.name + ".part")
-    torch.save(content, part)
-    os.replace(part, given.target)
-    values = sum(value.numel() for value in content["state_dict"].values() if isinstance(value, torch.Tensor))
-    return {"target": str(given.target), "values": values, "step": content.get("global_step", 0)}
+    done = write_lightning(given.source, given.target, weights_only)
+    return {"target": str(done.file), "values": done.num_values, "step": done.global_step}

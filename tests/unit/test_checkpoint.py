@@ -31,6 +31,7 @@ from lightning_3d.checkpoint import (
     save,
     state_dict_keys,
     to_lightning,
+    write_lightning,
 )
 from lightning_3d.checkpoint.integrity import checksum
 from lightning_3d.checkpoint.options import decode_options, encode_options
@@ -84,15 +85,17 @@ def test_a_plain_dcp_reader_understands_the_directory(saved):
     assert torch.equal(plain["model.embed.weight"], consolidate(saved)["embed.weight"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.complex64, torch.bool, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.complex64, torch.bool, torch.int8, torch.uint16])
 def test_types_and_odd_shapes_are_kept(tmp_path, dtype):
     module = nn.Module()
     for name, shape in {"scalar": (), "empty": (0, 3), "odd": (3, 1, 5)}.items():
         module.register_buffer(name, torch.arange(torch.Size(shape).numel()).view(shape).to(dtype))
     module.register_buffer("strided", torch.arange(12).view(3, 4).to(dtype).t())
     save(tmp_path / "c", {}, state_of(module), MESH)
-    for name, tensor in consolidate(tmp_path / "c").items():
-        assert torch.equal(tensor, getattr(module, name)) and tensor.dtype == dtype
+    write_lightning(tmp_path / "c", tmp_path / "file.ckpt")
+    for values in (consolidate(tmp_path / "c"), torch.load(tmp_path / "file.ckpt", mmap=True)["state_dict"]):
+        for name, tensor in values.items():
+            assert torch.equal(tensor, getattr(module, name)) and tensor.dtype == dtype
 
 
 def test_compiled_and_wrapped_modules_have_plain_names_both_ways(tmp_path):
@@ -389,7 +392,8 @@ def test_from_the_stock_trainer_and_back(tmp_path):
         state_of(model, optimizer),
         MESH,
     )
-    torch.save(to_lightning(tmp_path / "c"), tmp_path / "back.ckpt")
+    written = write_lightning(tmp_path / "c", tmp_path / "back.ckpt")
+    assert written.global_step == 3 and not list(tmp_path.glob(".*.part"))
     stock, back = torch.load(tmp_path / "stock.ckpt"), torch.load(tmp_path / "back.ckpt")
     assert set(stock) == set(back)
     torch.testing.assert_close(back["state_dict"], stock["state_dict"], rtol=0, atol=0)
@@ -476,13 +480,13 @@ from typing import Any
 from torch import nn
 sys.path.insert(0, {root!r})
 from tests.unit.test_checkpoint import MESH, state_of
-from lightning_3d.checkpoint import load, save
+from lightning_3d.checkpoint import load, save, write_lightning
 
 def peak():  # kilobytes that are not file pages
     text = Path("/proc/self/status").read_text()
     return int(text.split("RssAnon:")[1].split()[0])
 
-model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(40)))
+model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range({count})))
 state = state_of(model)
 import threading, time
 high, stop = [0], threading.Event()
@@ -490,7 +494,8 @@ def watch():
     while not stop.is_set():
         high[0] = max(high[0], peak()); time.sleep(0.002)
 threading.Thread(target=watch, daemon=True).start()
-for action in (lambda: save({path!r}, {{}}, state, MESH), lambda: load({path!r}, state, MESH)):
+saving, loading = lambda: save({path!r}, {{}}, state, MESH), lambda: load({path!r}, state, MESH)
+for action in (saving, loading, lambda: write_lightning({path!r}, {path!r} + ".ckpt")):
     time.sleep(0.1); base = peak(); high[0] = 0
     action()
     print((high[0] - base) // 1024)
@@ -499,13 +504,13 @@ stop.set()
 
 
 @pytest.mark.slow
-def test_saving_and_loading_need_memory_for_a_few_tensors_only(tmp_path):
+def test_c18_saving_loading_and_conversion_need_memory_for_a_few_tensors_only(tmp_path):
     """160 MB in 40 tensors of 4 MB."""
     root = str(Path(__file__).parents[2])
-    code = MEMORY.format(root=root, path=str(tmp_path / "c"))
+    code = MEMORY.format(root=root, count=40, path=str(tmp_path / "c"))
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
-    saving, loading = map(int, result.stdout.split())
-    assert saving < 40 and loading < 40, result.stdout
+    saving, loading, writing = map(int, result.stdout.split())
+    assert saving < 40 and loading < 40 and writing < 20, result.stdout
 
 
 def test_the_stock_trainer_resumes_in_mid_epoch_from_a_converted_checkpoint(tmp_path: Path) -> None:
@@ -514,7 +519,7 @@ def test_the_stock_trainer_resumes_in_mid_epoch_from_a_converted_checkpoint(tmp_
     trainer = pl.Trainer(strategy=ThreeDStrategy(), max_steps=3, **quiet)
     trainer.fit(BoringModel())
     trainer.save_checkpoint(tmp_path / "c")
-    torch.save(to_lightning(tmp_path / "c"), tmp_path / "c.ckpt")
+    write_lightning(tmp_path / "c", tmp_path / "c.ckpt")
     stock = pl.Trainer(max_steps=5, **quiet)
     stock.fit(BoringModel(), ckpt_path=tmp_path / "c.ckpt")
     assert stock.global_step == 5
