@@ -12,6 +12,7 @@ from lightning_3d import partition
 from lightning_3d.errors import ConfigError, StageError
 from lightning_3d.pipeline.block_lists import BlockList, find_block_lists, in_call_order
 from lightning_3d.pipeline.costs import Costing, Costs, matrix_costs, parameter_costs
+from lightning_3d.pipeline.observe import CallOrder
 from lightning_3d.pipeline.teachers import asked_last
 
 __all__ = ["BlockList", "ChunkMap", "find_block_lists", "share_out"]
@@ -148,19 +149,41 @@ def _positions(
         if any(True for _ in child.parameters(recurse=False)) and name not in blocks and not name.startswith(inside)
     }
     found: dict[str, set[int]] = {}
+    # The first that is called: blocks before it are a teacher's, which the step alone calls.
+    first = next((blocks.index(name) for name in call_order or () if name in blocks), 0)
     running = -1
     for name in call_order or modules:
         if name in blocks:
             running = blocks.index(name, running + 1) if name in blocks[running + 1 :] else blocks.index(name)
         elif name in holders and name not in ancestors:
-            found.setdefault(name, set()).add(max(0, running))
+            found.setdefault(name, set()).add(first if running < 0 else running)
     positions: dict[str, frozenset[int] | None] = {name: frozenset(where) for name, where in found.items()}
-    for name in holders - positions.keys():
-        positions[name] = None
     last = frozenset({len(blocks) - 1})
+    beside = _beside(modules, call_order.within) if isinstance(call_order, CallOrder) else {}
+    for name in holders - positions.keys():
+        known = {"before": frozenset({0}), "after": last}
+        positions[name] = known.get(beside.get(name, "")) if name not in ancestors else None
     for teacher in asked_last(module, blocks, call_order):
         positions.update({name: last for name in holders if f"{name}.".startswith(f"{teacher}.")})
     return positions
+
+
+def _beside(modules: Mapping[str, nn.Module], within: str) -> dict[str, str]:
+    """Modules that train beside the part of the model of which the calls are known, registered before or after it.
+
+    A Hugging Face model reads the inputs itself, so what is registered before it is not called before it.
+    """
+    if not within:
+        return {}
+    names = list(modules)
+    first = names.index(within)
+    takes_inputs = hasattr(modules[within], "main_input_name")
+    found: dict[str, str] = {}
+    for place, name in enumerate(names):
+        trains = any(parameter.requires_grad for parameter in modules[name].parameters(recurse=False))
+        if trains and name != within and not name.startswith(f"{within}."):
+            found[name] = "after" if place > first else "" if takes_inputs else "before"
+    return found
 
 
 def _sizes(costs: Sequence[float], num_chunks: int, virtual_stages: int, split: str | Sequence[int]) -> list[int]:

@@ -213,6 +213,12 @@ def test_c59_optimizers_and_parameters_are_used_as_they_are(mesh: Mesh, zero: in
     check(mesh, [ByNames, KeepsParameters], zero_stage=zero)
 
 
+def test_a_teacher_is_cut_where_both_lists_are_named() -> None:
+    held = check((2, 1, 1), [Distils], pipeline_blocks=["teacher.blocks", "student.blocks"])
+    assert not any(name.startswith("student.blocks.3") for name in held[0][0])
+    assert not any(name.startswith("teacher.blocks.0") for name in held[1][0])
+
+
 class Follows(MeanTeacher):
     """The teacher follows the student, as in BYOL and its kin: values in place, and by ``data``."""
 
