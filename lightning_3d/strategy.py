@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -316,7 +316,7 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Iterator[None]:
-        with start_small(self.topology, self.config):
+        with nullcontext() if self._mesh is None else start_small(self._mesh, self.config):
             yield
 
     @override
