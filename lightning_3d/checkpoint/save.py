@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +19,15 @@ from lightning_3d.checkpoint.hugging_face import write_descriptions
 from lightning_3d.checkpoint.integrity import checksum
 from lightning_3d.checkpoint.names import by_original_name, listed
 from lightning_3d.checkpoint.options import encode_options
-from lightning_3d.checkpoint.state import MODEL, ModelState, OptimizerParts, extra_state, model_entries, optimizer_parts
+from lightning_3d.checkpoint.state import (
+    MODEL,
+    Entry,
+    ModelState,
+    OptimizerParts,
+    extra_state,
+    model_entries,
+    optimizer_parts,
+)
 from lightning_3d.checkpoint.writer import write_tensors
 from lightning_3d.collectives import all_gather_object, broadcast_object
 from lightning_3d.errors import CheckpointError
@@ -57,14 +65,49 @@ def save(
     Raises:
         CheckpointError: On every rank, if any rank could not write its part; the old checkpoint is then untouched.
     """
-    # Rank 0's path: a file name made of a metric or the time may differ between ranks.
-    target = together(
-        mesh, "Saving", lambda: directory.local_path(broadcast_object(os.fspath(path), mesh.control_world))
-    )
+    write(agreed_path(path, mesh), gather(checkpoint, state, mesh, rank_state), mesh)
+
+
+@dataclass(frozen=True)
+class Content:
+    """What this rank puts into a checkpoint."""
+
+    entries: Sequence[Entry]
+    """Its tensors, still those that training changes."""
+    files: Mapping[str, Any]
+    """What else it writes, by file name: bytes, or what ``torch.save`` takes."""
+    finish: Callable[[Path], None]
+    """On rank 0, once all is written into a directory: write the manifest."""
+
+
+def agreed_path(path: str | os.PathLike[str], mesh: Mesh) -> Path:
+    """Rank 0's absolute path, because a file name made of a metric or the time may differ between ranks; collective.
+
+    Raises:
+        CheckpointError: It is a URL.
+    """
+    return together(mesh, "Saving", lambda: directory.local_path(broadcast_object(os.fspath(path), mesh.control_world)))
+
+
+def write(target: Path, content: Content, mesh: Mesh) -> None:
+    """Write the contents of all ranks beside ``target`` and put them in its place; collective.
+
+    Raises:
+        CheckpointError: On every rank, if any rank could not write its part; the old checkpoint is then untouched.
+    """
+    folder = directory.staging(target)
     together(mesh, f"Saving to {target}", lambda: directory.begin(target) if mesh.rank == 0 else None)
-    together(mesh, f"Saving to {target}", lambda: _check_shared(directory.staging(target), mesh))
     try:
-        _write(target, checkpoint, state, mesh, rank_state)
+        together(mesh, f"Saving to {target}", lambda: _check_shared(folder, mesh))
+        write_tensors(folder, content.entries, mesh)
+        together(mesh, f"Saving to {target}", lambda: _write_files(folder, content.files))
+
+        def publish() -> None:
+            if mesh.rank == 0:
+                content.finish(folder)
+                directory.publish(target)
+
+        together(mesh, f"Saving to {target}", publish)
     except CheckpointError:
         # Raised on every rank or none, so nobody still writes; a full disk needs the room back.
         if mesh.rank == 0:
@@ -72,8 +115,15 @@ def save(
         raise
 
 
-def _write(target: Path, checkpoint: Mapping[str, Any], state: ModelState, mesh: Mesh, rank_state: Any) -> None:
-    folder = directory.staging(target)
+def gather(checkpoint: Mapping[str, Any], state: ModelState, mesh: Mesh, rank_state: Any = None) -> Content:
+    """What this rank puts into a checkpoint, and how rank 0 describes the whole; collective.
+
+    Args:
+        checkpoint: As for :func:`save`.
+        state: As for :func:`save`.
+        mesh: This rank's place.
+        rank_state: As for :func:`save`.
+    """
     values = together(
         mesh,
         "Saving the model",
@@ -83,52 +133,54 @@ def _write(target: Path, checkpoint: Mapping[str, Any], state: ModelState, mesh:
     parts = together(mesh, "Saving the optimizers", lambda: _all_optimizer_parts(checkpoint, state, mesh))
     copies = find_copies(checkpoint, state, mesh)
     entries += together(mesh, "Saving copies of the model", lambda: copy_entries(copies, state, mesh))
-    write_tensors(folder, [*entries, *(entry for part in parts for entry in part.entries)], mesh)
+    entries += [entry for part in parts for entry in part.entries]
+    notes: Sequence[_Notes] = all_gather_object(_notes(checkpoint, values, parts, state), mesh.control_world)
+    extra = {key: value for note in reversed(notes) for key, value in note.extra.items()}
+    files = _rank_file(parts, mesh, rank_state)
 
-    together(mesh, "Saving", lambda: _write_rank_file(folder, parts, mesh, rank_state))
-    notes = all_gather_object(_notes(checkpoint, values, parts, state), mesh.control_world)
-    modules_extra = {key: value for note in reversed(notes) for key, value in note.extra.items()}
-
-    def finish() -> None:
+    def of_rank_zero() -> list[list[dict[str, Any]]]:
         if mesh.rank:
-            return
-        write_descriptions(folder, state.module)
+            return []
         groups, other_options = _groups(checkpoint, state)
-        rest = without_tensors(checkpoint, copies)
-        if modules_extra:
-            rest[EXTRA_STATE] = modules_extra
-        _write_trainer_files(folder, rest, other_options)
+        files.update(_trainer_files(without_tensors(checkpoint, copies), extra, other_options))
+        return groups
+
+    groups = together(mesh, "Saving", of_rank_zero)
+    optimizers = [
+        {
+            "class": type(state.optimizers[index]).__name__,
+            "groups": of_optimizer,
+            "scalars": {name: values for note in notes for name, values in note.scalars[index].items()},
+        }
+        for index, of_optimizer in enumerate(groups)
+    ]
+    epoch, global_step = int(checkpoint.get("epoch", 0)), int(checkpoint.get("global_step", 0))
+    described = [(copy.path, copy.names) for copy in copies]
+
+    def finish(folder: Path) -> None:
+        write_descriptions(folder, state.module)
         written = _written(folder)
-        files = sorted(folder.iterdir())
-        optimizers = [
-            {
-                "class": type(state.optimizers[index]).__name__,
-                "groups": groups[index],
-                "scalars": {name: values for note in notes for name, values in note.scalars[index].items()},
-            }
-            for index in range(len(parts))
-        ]
+        paths = sorted(folder.iterdir())
         Manifest(
             layout={"pp": mesh.pp.size, "dp": mesh.dp.size, "tp": mesh.tp.size, **state.layout},
-            epoch=int(checkpoint.get("epoch", 0)),
-            global_step=int(checkpoint.get("global_step", 0)),
-            keys=_keys(notes, state, {*modules_extra, *_model_names(written)}),
+            epoch=epoch,
+            global_step=global_step,
+            keys=_keys(notes, state, {*extra, *_model_names(written)}),
             ties=dict(state.ties),
             optimizers=optimizers,
             copies=[
                 {
-                    "path": list(copy.path),
-                    "keys": [name for name in copy.names if copy_key(number, state.first_name(name)) in written],
+                    "path": list(path),
+                    "keys": [name for name in names if copy_key(number, state.first_name(name)) in written],
                 }
-                for number, copy in enumerate(copies)
+                for number, (path, names) in enumerate(described)
             ],
-            files={file.name: file.stat().st_size for file in files},
-            checksums={file.name: checksum(file) for file in files if file.suffix != TENSORS},
+            files={file.name: file.stat().st_size for file in paths},
+            checksums={file.name: checksum(file) for file in paths if file.suffix != TENSORS},
             written_by={"lightning_3d": _version(), "torch": str(torch.__version__)},
         ).write(folder)
-        directory.publish(target)
 
-    together(mesh, f"Saving to {target}", finish)
+    return Content(entries, files, finish)
 
 
 @dataclass(frozen=True)
@@ -223,20 +275,33 @@ def _groups(checkpoint: Mapping[str, Any], state: ModelState) -> tuple[list[list
     return groups, others
 
 
-def _write_rank_file(folder: Path, parts: Sequence[OptimizerParts], mesh: Mesh, rank_state: Any) -> None:
+def _rank_file(parts: Sequence[OptimizerParts], mesh: Mesh, rank_state: Any) -> dict[str, Any]:
     opaque = [part.opaque for part in parts]
     if rank_state is None and not any(opaque):
-        return
-    content = {"rank_state": rank_state, "optimizers": opaque}
-    write_file(folder / rank_file(mesh.rank), lambda file: torch.save(content, file))
+        return {}
+    return {rank_file(mesh.rank): {"rank_state": rank_state, "optimizers": opaque}}
 
 
-def _write_trainer_files(folder: Path, checkpoint: Mapping[str, Any], other_options: Sequence[Any]) -> None:
+def _trainer_files(
+    checkpoint: Mapping[str, Any], extra: Mapping[str, Any], other_options: Sequence[Any]
+) -> dict[str, Any]:
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    if extra:
+        rest[EXTRA_STATE] = dict(extra)
     if any(other for groups in other_options for other in groups):
         rest[OTHER_OPTIONS] = other_options
     # Apart, because resuming does not need them and objects of the user's classes must not keep it from loading safely.
     hyper_parameters = {key: rest.pop(key) for key in HYPER_PARAMETER_KEYS if key in rest}
-    if hyper_parameters:
-        write_file(folder / HYPER_PARAMETERS, lambda file: torch.save(hyper_parameters, file))
-    write_file(folder / TRAINER, lambda file: torch.save(rest, file))
+    return {**({HYPER_PARAMETERS: hyper_parameters} if hyper_parameters else {}), TRAINER: rest}
+
+
+def _write_files(folder: Path, files: Mapping[str, Any]) -> None:
+    for name, content in files.items():
+
+        def put(file: Path, content: Any = content) -> None:
+            if isinstance(content, bytes):
+                file.write_bytes(content)
+            else:
+                torch.save(content, file)
+
+        write_file(folder / name, put)
