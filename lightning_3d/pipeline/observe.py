@@ -16,7 +16,13 @@ from lightning_3d.example_inputs import example_inputs
 from lightning_3d.placeholder import placeholder_parameter
 
 
-def call_order(module: nn.Module) -> list[str] | None:
+class CallOrder(list[str]):
+    """Names of modules in the order of their calls, seen in a run of the part ``within`` of a model."""
+
+    within: str = ""
+
+
+def call_order(module: nn.Module) -> CallOrder | None:
     """Names of the modules of ``module`` in the order of their calls, or ``None`` if no input is known.
 
     A module that is called several times stands there as often, under each of its names.
@@ -29,8 +35,10 @@ def call_order(module: nn.Module) -> list[str] | None:
     for prefix, target in _targets(module):
         for args, kwargs in example_inputs(target):
             order, error = _record(target, prefix, args, kwargs)
-            if error is None or (order and _all_called(target, prefix, order)):
-                return order or None
+            if order and (error is None or _all_called(target, prefix, order)):
+                seen = CallOrder(order)
+                seen.within = prefix
+                return seen
             if isinstance(error, NotImplementedError) and not order:
                 break
     return None
@@ -39,11 +47,11 @@ def call_order(module: nn.Module) -> list[str] | None:
 def _targets(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """``module`` and the parts of parts that hold most of its parameters, with their names."""
     prefix, whole = "", _num_parameters(module)
-    while True:
+    while not prefix or not isinstance(module, nn.ModuleList | nn.Sequential):
         yield prefix, module
         sizes = {name: _num_parameters(child) for name, child in module.named_children()}
         largest = max(sizes, key=lambda name: sizes[name], default="")
-        if not largest or 2 * sizes[largest] < whole or isinstance(module, nn.ModuleList | nn.Sequential):
+        if not largest or 2 * sizes[largest] < whole:
             return
         prefix, module = f"{prefix}.{largest}".lstrip("."), module.get_submodule(largest)
 

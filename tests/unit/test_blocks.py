@@ -255,3 +255,23 @@ def test_layers_that_are_called_again_are_as_many_blocks_as_calls_and_belong_to_
     assert find_block_lists(shared_layer, num_chunks=2)[0].blocks == ("layers.0", "layers.0")
     with pytest.raises(StageError, match="virtual_stages=1"):
         share_out(model, find_block_lists(model, num_chunks=4), 4, "uniform", call_order(model), None, 2)
+
+
+class Wrapped(nn.Module):
+    """Its own forward is unknown; that of the part with the blocks runs on made-up inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.body = Loops(layers=3)
+        self.head = nn.Linear(4, 2)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+
+def test_what_stands_beside_the_part_whose_calls_are_known_goes_by_registration() -> None:
+    model = Wrapped()
+    order = call_order(model)
+    assert order is not None and order.within == "body"
+    chunks = share_out(model, find_block_lists(model, num_chunks=2), 2, "uniform", order)
+    assert (chunks.outside["stem"], chunks.outside["head"]) == ((0,), (1,))
+    assert chunks.outside["frozen"] == (0, 1), "nobody knows where it is asked"
