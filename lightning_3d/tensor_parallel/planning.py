@@ -210,6 +210,11 @@ def _plan_observed(
     cuts = find_cuts(name, block, seen, inside, tp, derive, sequence, width, loose)
     made.notes, made.uneven, made.odd, made.attends = cuts.notes, cuts.uneven_heads, cuts.odd, cuts.attends
     if sequence:
+        if call.hidden < 0 or leaves[call.hidden].dim() < 3:
+            raise PlanError(
+                f"sequence_parallel cannot be used with {name}: what it is called with has no dim of tokens"
+                " ([batch, sequence, features]). Use sequence_parallel=False."
+            )
         made.sequence_dim = _sequence_dim(block, call)
         found = leaves[call.hidden].shape[made.sequence_dim] if call.hidden >= 0 else 0
         if found == 0 or found % tp:
