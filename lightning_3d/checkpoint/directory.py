@@ -95,6 +95,7 @@ def read_manifest(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
     folder = located(path)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist or is not a directory, so it is not a checkpoint to load.")
+    inside(folder, MANIFEST)
     if _format_of(folder) != FORMAT:
         raise CheckpointError(
             f"{folder} is not a checkpoint of lightning_3d, or writing it was never finished: {folder / MANIFEST} is"
