@@ -94,6 +94,12 @@ class StepRunner:
                 return output
             return self._in_step(output)
 
+        if self._trainer.fit_loop._skip_backward:  # StochasticWeightAveraging goes once more through the data
+            with torch.no_grad():
+                outputs = self._assembly.engine.run(Step(pieces=pieces, call=call, mode="forward"))
+            self._assembly.sharding.release()
+            return self._in_step(self._report.publish(self._combined(outputs, weights, pieces)))
+
         window_starts = self._batch_idx % self._trainer.accumulate_grad_batches == 0
         old = self._set_old_gradients_aside() if window_starts else None
 

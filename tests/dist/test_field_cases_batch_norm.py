@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 
 from lightning_3d.checkpoint import consolidate
@@ -136,3 +137,18 @@ def test_c57_batch_norm_between_layers_that_could_be_cut(mesh: Mesh, tmp_path: P
         assert torch.allclose(weights[name], value, rtol=1e-10, atol=1e-10), name
         assert torch.equal(saved[name], weights[name]), name
     assert saved["blocks.0.norm.running_mean"].shape == (16,)
+
+
+def average(mesh: Mesh | None) -> Any:
+    options = {"num_micro_batches": 1} if mesh is not None and mesh[0] > 1 else {}
+    swa = StochasticWeightAveraging(0.02, swa_epoch_start=1)
+    trainer = make_trainer(mesh, options, max_epochs=3, callbacks=[swa])
+    trainer.fit(seeded(Features), loader(features(), 8, mesh))
+    return whole_weights(trainer)
+
+
+def test_c57_statistics_are_taken_anew_for_averaged_weights() -> None:
+    """``StochasticWeightAveraging`` goes once more through the data, without backward."""
+    wanted = average(None)
+    for name, value in on_ranks(average, (2, 1, 1))[0].items():
+        assert torch.allclose(value, wanted[name], rtol=1e-9, atol=1e-10), name
