@@ -48,7 +48,14 @@ def convert(args: list[str]) -> int:
     return run(args)
 
 
-SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {"convert": convert, "doctor": doctor}
+def inspect(args: list[str]) -> int:
+    """Show what lies in a checkpoint."""
+    from lightning_3d.cli.inspect import inspect as run
+
+    return run(args)
+
+
+SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {"convert": convert, "doctor": doctor, "inspect": inspect}
 """Commands that train nothing, by name: each takes the arguments after its name and returns an exit code."""
 
 
