@@ -64,6 +64,8 @@ class ParallelConfig:
     """Optimizer steps between checks that ranks hold the same; ``None``: at the start only; 0: never."""
     hang_timeout_s: float | None = None
     """Seconds without progress after which a rank counts as hanging, is named, and ends the job; ``None``: never."""
+    async_save: bool = False
+    """Whether checkpoints are written by a thread, from copies in host memory, while training goes on."""
     loss_reduction: str = "mean"
     """What the user's loss is over the samples of its batch: their ``"mean"`` or their ``"sum"``."""
     allow_tp_across_nodes: bool = False

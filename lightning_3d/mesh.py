@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ class Mesh:
 
     Rank = (pp * DP + dp) * TP + tp, so that tensor-parallel ranks are neighbours (inside a node) and pipeline stages
     are furthest apart. The ``control_*`` axes hold the same ranks with groups for messages in host memory (gloo);
-    on CPU they are the same objects as the others.
+    on CPU they are the same objects as the others, except for ``control_world`` where it has a time limit of its own.
     """
 
     device: torch.device
@@ -101,7 +102,20 @@ def where(rank: int, sizes: Sizes) -> str:
     return f"rank {rank} (pp{pp} dp{dp} tp{tp})"
 
 
-def build_mesh(sizes: Sizes, device: torch.device) -> Mesh:
+@dataclass(frozen=True)
+class Where:
+    """Names a rank of this node; picklable, for processes that are started as functions."""
+
+    first: int
+    """The node's first global rank."""
+    sizes: Sizes
+
+    def __call__(self, local_rank: int) -> str:
+        """The rank with that index on the node."""
+        return where(self.first + local_rank, self.sizes)
+
+
+def build_mesh(sizes: Sizes, device: torch.device, control_timeout: timedelta | None = None) -> Mesh:
     """The mesh of the initialised default process group.
 
     Collective: every rank makes every group, in the same order.
@@ -109,6 +123,8 @@ def build_mesh(sizes: Sizes, device: torch.device) -> Mesh:
     Args:
         sizes: Ranks along every axis; they multiply to the world size.
         device: This rank's device.
+        control_timeout: How long ranks wait for each other in ``control_world`` (on a GPU: in all control groups),
+            where one may work alone for long; by default as long as in any other group.
     """
     if sizes.world == 1:
         alone = {name: Axis(name, 1, 0, (0,), None) for name in (*AXES, "model", "world")}
@@ -128,8 +144,30 @@ def build_mesh(sizes: Sizes, device: torch.device) -> Mesh:
             "model": grid.permute(1, 0, 2).reshape(sizes.dp, -1),
             "world": grid.reshape(1, -1),
         }
-        control = {name: _axis(name, ranks, rank, "gloo") for name, ranks in rows.items()}
+        control = {name: _axis(name, ranks, rank, "gloo", timeout=control_timeout) for name, ranks in rows.items()}
+    elif control_timeout is not None:
+        control = {**axes, "world": _axis("world", grid.reshape(1, -1), rank, "gloo", timeout=control_timeout)}
     return _mesh(device, device_mesh, axes, control)
+
+
+def side_mesh(mesh: Mesh, timeout: timedelta | None = None) -> Mesh:
+    """``mesh`` with process groups of its own in ``control_world`` and ``control_pp``, for another thread.
+
+    Collective.
+
+    Args:
+        mesh: This rank's place.
+        timeout: How long ranks wait for each other in these groups.
+    """
+    if mesh.world.size == 1:
+        return mesh
+    sizes = mesh.sizes
+    grid = torch.arange(sizes.world).view(sizes.pp, sizes.dp, sizes.tp)
+    return replace(
+        mesh,
+        control_world=_axis("world", grid.reshape(1, -1), mesh.rank, "gloo", timeout=timeout),
+        control_pp=_axis("pp", grid.permute(1, 2, 0).reshape(-1, sizes.pp), mesh.rank, "gloo", timeout=timeout),
+    )
 
 
 def _mesh(
@@ -159,7 +197,12 @@ def _from_device_mesh(device_mesh: DeviceMesh, name: str, rank: int) -> Axis:
 
 
 def _axis(
-    name: str, rows: torch.Tensor, rank: int, backend: str | None, shared: dict[str, Axis] | None = None
+    name: str,
+    rows: torch.Tensor,
+    rank: int,
+    backend: str | None,
+    shared: dict[str, Axis] | None = None,
+    timeout: timedelta | None = None,
 ) -> Axis:
     """The row of ``rows`` that holds ``rank``, with a new group unless one of ``shared`` has just these ranks."""
     mine = next(tuple(row) for row in rows.tolist() if rank in row)
@@ -168,14 +211,16 @@ def _axis(
     if size == dist.get_world_size() and backend is None:
         group = dist.group.WORLD
     elif size > 1 and group is None:
-        group = _new_groups(rows.tolist(), rank, backend)
+        group = _new_groups(rows.tolist(), rank, backend, timeout)
     return Axis(name, size, mine.index(rank), mine, group)
 
 
-def _new_groups(rows: Sequence[Sequence[int]], rank: int, backend: str | None) -> ProcessGroup | None:
+def _new_groups(
+    rows: Sequence[Sequence[int]], rank: int, backend: str | None, timeout: timedelta | None
+) -> ProcessGroup | None:
     mine = None
     for row in rows:
-        group = dist.new_group(list(row), backend=backend)
+        group = dist.new_group(list(row), backend=backend, timeout=timeout)
         if rank in row:
             mine = group
     return mine

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -26,9 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.checkpoint import WholeValues
-from lightning_3d.config import ParallelConfig, Sizes
-from lightning_3d.mesh import AXES, Mesh, build_mesh, where
+from lightning_3d.checkpoint import BackgroundSaves, WholeValues
+from lightning_3d.config import ParallelConfig
+from lightning_3d.mesh import AXES, Mesh, Where, build_mesh, side_mesh
 from lightning_3d.pipeline.compiling import Compiler
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.progress import Progress
@@ -39,7 +38,7 @@ from lightning_3d.trainer.callbacks import ServedCallbacks
 from lightning_3d.trainer.compiled import TakesCompiled
 from lightning_3d.trainer.failure import FailureGuard
 from lightning_3d.trainer.hook_logs import HookLogs
-from lightning_3d.trainer.launcher import ProcessLauncher, make_launcher
+from lightning_3d.trainer.launcher import make_launcher
 from lightning_3d.trainer.layout import Layout
 from lightning_3d.trainer.loaders import LoaderGate
 from lightning_3d.trainer.predictions import PredictionGate
@@ -54,10 +53,13 @@ from lightning_3d.trainer.sanity import SanityChecks
 from lightning_3d.trainer.start import share_random_state, start_small
 from lightning_3d.trainer.state import StatefulStrategy
 from lightning_3d.trainer.steps import StepRunner
-from lightning_3d.trainer.watchdog import Watchdog
 from lightning_3d.trainer.torch_clipping import TorchClipping
+from lightning_3d.trainer.watchdog import Watchdog
 
 Size = int | Literal["auto"]
+
+_LAST_CHANCE_S = 5.0
+"""How long a rank that stops because of another one lets a save under way go on."""
 
 
 class ThreeDStrategy(TakesCompiled, StatefulStrategy):
@@ -100,12 +102,17 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
             or resumed; 0 is never. A difference is a ``SanityError`` with names and ranks.
         hang_timeout_s: Seconds without progress after which the rank that hangs is found, named with its place, action
             and stack, and the job is ended. Longer than the longest step, save or compilation; by default off.
+        async_save: Write checkpoints from a thread while training goes on: a step waits only for the copy to host
+            memory. At most one is under way (the next save waits for it), and its failure is raised at a later step on
+            all ranks.
         loss_reduction: ``"mean"`` if the loss is a mean over the samples of its batch, ``"sum"`` if it is a sum.
         allow_tp_across_nodes: Accept tensor parallelism wider than a node.
         start_method: How local processes start: ``"popen"`` (the default: the script runs again in every process),
             ``"fork"``, ``"forkserver"`` or ``"spawn"``.
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default what fits the device.
         timeout_s: Seconds after which a collective that does not complete ends the run.
+        wait_timeout_s: Seconds that ranks wait for one that works alone, as rank 0 may in a save or a hook before a
+            barrier; then a message says which rank is slow, and at what.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: How ranks find each other; by default detected (torchrun, SLURM, or this machine alone).
@@ -139,11 +146,13 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         nonfinite: str = "continue",
         sanity_checks: int | None = None,
         hang_timeout_s: float | None = None,
+        async_save: bool = False,
         loss_reduction: str = "mean",
         allow_tp_across_nodes: bool = False,
         start_method: str | None = None,
         process_group_backend: str | None = None,
         timeout_s: float = 1800.0,
+        wait_timeout_s: float = 7200.0,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -170,6 +179,7 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
             nonfinite=nonfinite,
             sanity_checks=sanity_checks,
             hang_timeout_s=hang_timeout_s,
+            async_save=async_save,
             loss_reduction=loss_reduction,
             allow_tp_across_nodes=allow_tp_across_nodes,
             start_method=start_method,
@@ -177,9 +187,10 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         Compiler.of_option(compile)  # refuses unknown backends
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
         self.num_nodes = 1
-        check_launch(process_group_backend, timeout_s, cluster_environment)
+        check_launch(process_group_backend, timeout_s, wait_timeout_s, cluster_environment)
         self._process_group_backend = process_group_backend
         self._timeout = timedelta(seconds=timeout_s)
+        self._patience = timedelta(seconds=wait_timeout_s)
         self.guard = FailureGuard()
         self.progress = Progress()
         self._watchdog = Watchdog(self.guard, self.progress, hang_timeout_s) if hang_timeout_s else None
@@ -270,7 +281,7 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
             self.cluster_environment,
             self.config.start_method,
             self.guard,
-            _Where(first, sizes),
+            Where(first, sizes),
             self.check_before_launch,
         )
         if (count := self.config.num_micro_batches) and (message := bubble_warning(self.config, sizes.pp, count)):
@@ -302,7 +313,9 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
             device_id = self.root_device if self.root_device.type != "cpu" else None
             assert self.cluster_environment is not None
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
-        self._mesh = build_mesh(sizes, self.root_device)
+        self._mesh = build_mesh(sizes, self.root_device, self._patience)
+        if self.config.async_save:
+            self._saving.background = BackgroundSaves(self._mesh, side_mesh(self._mesh, self._patience))
         # Not a fresh seed, as DDP has it: one process would go on from the state that building the module has left.
         share_random_state(self._mesh)
         self._watch(self._mesh)
@@ -337,6 +350,7 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
             if self.topology.tp.size > 1:
                 rank_zero_info(str(self._assembly.plan))
         self.model = module
+        self._saving.install(trainer)
         if self.topology.world.size > 1:
             self._served.install(trainer, module, self._model_state, self.topology)
         self._precision.owned = self._assembly.sharding.owned
@@ -378,6 +392,9 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
             self._clipping.remove()
         if self._hook_logs is not None:
             self._hook_logs.remove()
+        if not self.guard.has_failed:
+            self.finish_saving()
+        self._saving.remove()
         self._served.remove()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -388,6 +405,8 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        # Before the others hear of it: they take part in the save until then.
+        self._give_up_saving(_LAST_CHANCE_S if self.guard.has_failed else self._patience.total_seconds())
         self.guard.failed(exception)
 
     # --- data ------------------------------------------------------------------------------------------------------
@@ -407,6 +426,7 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
+        self._saving.look()
         self.progress.enter(f"training batch, after {self.lightning_module.trainer.global_step} optimizer steps")
         if self._sanity.due(self.lightning_module.trainer.global_step):
             self._sanity.check(args[0])
@@ -449,11 +469,6 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         measured = self.topology.pp.size > 1 and self.topology.device.type == "cpu"
         return self._steps.times.idle_fraction if measured else None
 
-    def on_train_end(self) -> None:
-        """After the last epoch."""
-        if isinstance(self._launcher, ProcessLauncher):
-            self.final_state_dict = self.full_state_dict()  # the process that started this one takes it over
-
     def on_predict_start(self) -> None:
         """Keep fillers and peers out of the predictions."""
         self._predictions.install()
@@ -475,14 +490,3 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
             ConfigError: Before the module is laid out, or if ``norm_type`` is not positive.
         """
         return global_norm(self._assembled.sharding.owned, self.topology, norm_type)
-
-
-@dataclass(frozen=True)
-class _Where:
-    """Names a rank of this node; picklable, for processes that are started as functions."""
-
-    first: int
-    sizes: Sizes
-
-    def __call__(self, local_rank: int) -> str:
-        return where(self.first + local_rank, self.sizes)

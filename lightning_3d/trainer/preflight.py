@@ -58,7 +58,7 @@ def check_steps(module: pl.LightningModule, config: ParallelConfig, stages: int)
         )
 
 
-def check_launch(backend: str | None, timeout_s: float, cluster_environment: object) -> None:
+def check_launch(backend: str | None, timeout_s: float, wait_timeout_s: float, cluster_environment: object) -> None:
     """Refuse what cannot connect ranks.
 
     Raises:
@@ -71,8 +71,9 @@ def check_launch(backend: str | None, timeout_s: float, cluster_environment: obj
             "process_group_backend='nccl' needs NVIDIA GPUs, and this machine shows none. Leave it out: CPU ranks use"
             " gloo."
         )
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
-        raise ConfigError(f"timeout_s={timeout_s!r} must be a positive number of seconds.")
+    for name, limit in (("timeout_s", timeout_s), ("wait_timeout_s", wait_timeout_s)):
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or limit <= 0:
+            raise ConfigError(f"{name}={limit!r} must be a positive number of seconds.")
     if cluster_environment is not None and not isinstance(cluster_environment, ClusterEnvironment):
         raise ConfigError(
             f"cluster_environment={cluster_environment!r} must be a ClusterEnvironment, such as"

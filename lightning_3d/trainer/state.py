@@ -13,8 +13,11 @@ from lightning_3d import checkpoint as checkpoints
 from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.trainer.assembly import Assembly
+from lightning_3d.trainer.failure import say
 from lightning_3d.trainer.host_random import HostRandomState
+from lightning_3d.trainer.launcher import ProcessLauncher
 from lightning_3d.trainer.replicas import ReplicaStrategy
+from lightning_3d.trainer.saving import Saving
 
 
 class StatefulStrategy(ReplicaStrategy):
@@ -25,6 +28,10 @@ class StatefulStrategy(ReplicaStrategy):
     _loaded_rank_state: Any = None
     final_state_dict: dict[str, Tensor] | None = None
     """The whole model after a run in processes that end with it, for the process that started them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._saving = Saving()
 
     @property
     def _assembled(self) -> Assembly:
@@ -46,6 +53,8 @@ class StatefulStrategy(ReplicaStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Write a checkpoint directory that loads at any layout; collective.
 
+        With ``async_save`` it is complete some steps later, and :meth:`finish_saving` waits for it.
+
         Raises:
             CheckpointError: on every rank, if a rank could not write its part.
         """
@@ -54,11 +63,23 @@ class StatefulStrategy(ReplicaStrategy):
                 "storage_options were given, but they go to a CheckpointIO, which sharded checkpoints do not use. Leave"
                 " them out."
             )
-        path = self.broadcast(str(filepath))
-        checkpoints.save(path, checkpoint, self._model_state(), self.topology, rank_state=self._rank_state())
+
+        def gather() -> checkpoints.Content:
+            return checkpoints.gather(checkpoint, self._model_state(), self.topology, self._rank_state())
+
+        self._saving.save(filepath, gather, self.topology)
+
+    def finish_saving(self) -> None:
+        """Wait until no checkpoint is under way in the background; collective.
+
+        Raises:
+            CheckpointError: on every rank, if a rank could not write its part of it.
+        """
+        self._saving.wait()
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        self.finish_saving()
         checkpoint = checkpoints.read(self.broadcast(str(checkpoint_path)), self.topology, weights_only)
         if state := checkpoint.pop(checkpoints.RANK_STATE, None):
             self._loaded_rank_state = state["state"]
@@ -83,7 +104,22 @@ class StatefulStrategy(ReplicaStrategy):
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
         if self.is_global_zero:
-            checkpoints.remove(filepath)
+            self._saving.delete(filepath)
+
+    @override
+    def on_train_start(self) -> None:
+        self._saving.training = True
+
+    @override
+    def on_train_end(self) -> None:
+        self._saving.training = False
+        self.finish_saving()
+        if isinstance(self._launcher, ProcessLauncher):
+            self.final_state_dict = self.full_state_dict()  # the process that started this one takes it over
+
+    def _give_up_saving(self, patience_s: float) -> None:
+        if lost := self._saving.give_up(patience_s):
+            say(f"{lost}\n")
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state dict, as the module in one process would give it; collective.
