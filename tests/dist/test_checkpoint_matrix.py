@@ -2,7 +2,9 @@
 
 Every layout trains three steps and saves; then every layout resumes from the checkpoints of the others and makes three
 more. What comes out is compared with six steps of the stock Trainer in one process: weights, moments, step counts,
-schedulers, loops, callbacks, losses and learning rates. Layouts of one world size share their processes.
+schedulers, loops, callbacks, losses and learning rates. Key sets are those of the plain module (C40, C43), and the
+stock Trainer is one of the layouts, with files that it wrote and files that were converted for it (C42). Layouts of one
+world size share their processes.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
-from lightning_3d.checkpoint import to_lightning
+from lightning_3d.checkpoint import to_lightning, write_lightning
+from lightning_3d.precision import ThreeDPrecision
+from lightning_3d.sharding.loss_scale import LossScaler
 from tests.dist.lightning_modules import VOCAB, WIDTH, Mesh, Tokens, make_trainer, rows, seeded
 from tests.harness import run_trainer
 
@@ -35,6 +39,7 @@ LAYOUTS: dict[str, tuple[Mesh | None, dict[str, Any]]] = {
     "pp2-interleaved": ((2, 1, 1), {"schedule": "interleaved_1f1b", "virtual_stages": 2}),
     "dp3": ((1, 3, 1), {}),
     "dp2-zero0": ((1, 2, 1), {"zero_stage": 0}),
+    "dp2-zero3": ((1, 2, 1), {"zero_stage": 3}),
     "2x2x2-zero1": ((2, 2, 2), {"zero_stage": 1}),
     "2x2x2-zero2": ((2, 2, 2), {"zero_stage": 2}),
     "2x2x2-zero3": ((2, 2, 2), {"zero_stage": 3}),
@@ -217,7 +222,10 @@ def check(pairs: Sequence[tuple[str, str]], folder: Path) -> None:
         assert list(content["state_dict"]) == keys, f"keys saved at {source}"
         assert content["global_step"] == STOP
         if source != STOCK:
-            torch.save(content, folder / f"{source}.ckpt")
+            file = folder / f"{source}.ckpt"
+            write_lightning(folder / source, file)
+            restored = Learns.load_from_checkpoint(file).state_dict()
+            assert_alike(restored, content["state_dict"], f"load_from_checkpoint of {source}")
     runs = []
     for source, target in pairs:
         path = folder / (source if target != STOCK or source == STOCK else f"{source}.ckpt")
@@ -229,6 +237,53 @@ def check(pairs: Sequence[tuple[str, str]], folder: Path) -> None:
             assert_alike(seen, straight, f"{source} to {target}, rank {rank}: losses and rates")
             assert_alike(states, schedulers, f"{source} to {target}, rank {rank}: schedulers")
         assert_alike(comparable(loaded(path, target)), expected, f"{source} to {target}")
+
+
+class Mixed(Tokens):
+    """Float32 parameters that are computed with in half the bits."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([{"params": self.parameters(), "lr": 0.01}])
+
+
+class SaveAtStart(Callback):
+    """Saves what was loaded, before any step."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Trainer, *args: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def mixed(rank: int, world: int, layouts: Sequence[str], folder: str, precision: str) -> None:
+    """Three steps at the first layout; then each of the others loads what the one before has saved, and saves it."""
+    before: str | None = None
+    for layout in layouts:
+        mesh, options = LAYOUTS[layout]
+        assert mesh is not None
+        plugin = {"plugins": [ThreeDPrecision("16-mixed", LossScaler(64.0, growth_interval=2))], "precision": None}
+        callbacks = [SaveAtStart(f"{folder}/{layout}")] if before else []
+        arguments = plugin if precision == "16-mixed" else {"precision": precision}
+        trainer = make_trainer(mesh, options, callbacks=callbacks, max_epochs=2 if before else 1, **arguments)
+        loader = DataLoader(rows(STOP * BATCH), batch_size=BATCH // mesh[1])
+        trainer.fit(seeded(Mixed), loader, ckpt_path=before)
+        if before is None:
+            trainer.save_checkpoint(f"{folder}/{layout}")
+        before = f"{folder}/{layout}"
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_c01_masters_moments_and_loss_scaler_are_kept_bit_by_bit(tmp_path: Path, precision: str) -> None:
+    layouts = ["pp2", "tp2", "dp2-zero3", "pp2-interleaved"]
+    run_trainer(2, mixed, layouts, str(tmp_path), precision)
+    first, *others = (to_lightning(tmp_path / layout) for layout in layouts)
+    assert all(value.dtype == torch.float32 for value in first["state_dict"].values())
+    scaler = next((value for key, value in first.items() if "Precision" in key), None)
+    assert precision != "16-mixed" or scaler["scale"] == 128.0
+    for layout, other in zip(layouts[1:], others, strict=True):
+        for key in ("state_dict", "optimizer_states", *(key for key in first if "Precision" in key)):
+            torch.testing.assert_close(other[key], first[key], rtol=0, atol=0, msg=f"{key} at {layout}")
 
 
 @pytest.mark.timeout(300)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -190,3 +191,112 @@ def other_batches(mesh: Mesh, path: str) -> list[str]:
 def test_c19_batches_of_another_size_in_mid_epoch_are_told(tmp_path: Path) -> None:
     (message,) = other_batches((1, 1, 1), str(tmp_path / "c"))
     assert "4 samples per batch over all replicas; now there are 2" in message and "global_batch_size" in message
+
+
+# --- C46 ------------------------------------------------------------------------------------------------------------
+
+
+class Rates(Tokens):
+    """A rate that changes with every optimizer step and one that follows a metric, with one optimizer each way."""
+
+    def __init__(self, watch: bool) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        if self.watch:
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+            return [optimizer], [{"scheduler": plateau, "interval": "epoch", "monitor": "val_loss"}]
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=12)
+        return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+
+
+class RateHistory(Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def rates(mesh: Mesh | None, folder: str, epochs: int, resume: bool) -> list[list[float]]:
+    """By kind of schedule: the rate after every batch, six of which make an epoch of three optimizer steps."""
+    results = []
+    for watch in (False, True):
+        history, path = RateHistory(), f"{folder}/{watch}"
+        options = {"num_micro_batches": 4} if mesh and mesh[0] > 1 else {}
+        trainer = make_trainer(mesh, options, callbacks=[history], max_epochs=epochs, accumulate_grad_batches=2)
+        data = rows(48)
+        size = 8 // (mesh[1] if mesh else 1)
+        loaders = (DataLoader(data, batch_size=size), DataLoader(data[:8], batch_size=size))
+        trainer.fit(seeded(Rates, watch), *loaders, ckpt_path=path if resume else None)
+        if not resume:
+            trainer.save_checkpoint(path)
+        results.append(history.seen)
+    return results
+
+
+def test_c46_rates_are_those_of_one_process_also_after_a_resumption_elsewhere(tmp_path: Path) -> None:
+    expected = rates(None, str(tmp_path), 4, False)
+    assert len(set(expected[0])) == 13 and len(set(expected[1])) > 1
+    for mesh, epochs, resume, part in (((2, 1, 1), 2, False, slice(12)), ((1, 2, 1), 4, True, slice(12, None))):
+        for result in on_ranks(rates, mesh, str(tmp_path), epochs, resume):
+            for got, wanted in zip(result, expected, strict=True):
+                assert got == [pytest.approx(rate, rel=1e-12) for rate in wanted[part]], mesh
+
+
+# --- C47 ------------------------------------------------------------------------------------------------------------
+
+
+class Writes(BasePredictionWriter):
+    """One file per call: which samples, and what was predicted for them."""
+
+    def __init__(self, folder: str, interval: Any) -> None:
+        super().__init__(interval)
+        self.folder, self.calls = Path(folder), 0
+
+    def _write(self, trainer: Trainer, kind: str, predictions: Any, indices: Any) -> None:
+        torch.save((predictions, indices), self.folder / f"{kind}_{trainer.global_rank}_{self.calls}.pt")
+        self.calls += 1
+
+    def write_on_batch_end(
+        self, trainer: Trainer, module: Any, prediction: Any, batch_indices: Any, *args: Any
+    ) -> None:
+        self._write(trainer, "batch", [prediction], [list(batch_indices)])
+
+    def write_on_epoch_end(self, trainer: Trainer, module: Any, predictions: Any, batch_indices: Any) -> None:
+        self._write(trainer, "epoch", predictions, [list(indices) for indices in batch_indices[0]])  # per loader
+
+
+class Predicts(Tokens):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch[:, :-1]).argmax(-1)
+
+
+def predict(mesh: Mesh | None, folder: str) -> None:
+    for kept in (True, False):
+        place = Path(folder) / str(kept)
+        place.mkdir(parents=True, exist_ok=True)
+        # Lightning gives a writer at the end of the epoch what it has kept, so without that there is only the other.
+        trainer = make_trainer(mesh, callbacks=[Writes(str(place), "batch_and_epoch" if kept else "batch")])
+        loader = DataLoader(rows(13), batch_size=4 // (mesh[1] if mesh else 1))
+        trainer.predict(seeded(Predicts), loader, return_predictions=kept)
+
+
+def test_c47_every_prediction_is_written_once_and_by_one_rank_of_a_replica(tmp_path: Path) -> None:
+    mesh = (2, 2, 2)
+    on_ranks(predict, mesh, str(tmp_path), timeout=100)
+    expected = seeded(Predicts).double()(torch.stack(rows(13))[:, :-1]).argmax(-1)
+    for kept, kinds in ((True, ("batch", "epoch")), (False, ("batch",))):
+        for kind in kinds:
+            found: dict[int, Tensor] = {}
+            files = sorted((tmp_path / str(kept)).glob(f"{kind}_*"))
+            assert len({file.name.split("_")[1] for file in files}) == mesh[1], "one rank per replica"
+            for file in files:
+                for prediction, indices in zip(*torch.load(file, weights_only=False), strict=True):
+                    for index, row in zip(indices, prediction, strict=True):
+                        assert index not in found, (kind, index)
+                        found[index] = row
+            assert sorted(found) == list(range(13))
+            assert all(torch.equal(found[index], expected[index]) for index in found)
