@@ -58,7 +58,7 @@ def refuse_lost_writes() -> None:
 
 @contextmanager
 def lost_writes() -> Iterator[None]:
-    """Within, such writes go nowhere: in a step a stage also runs what it later takes over from the last stage."""
+    """Within, such writes go nowhere: a module that another stage runs keeps its buffers there."""
     before, _context.refuse_writes = _context.refuse_writes, False
     try:
         yield
@@ -179,6 +179,10 @@ class Placeholder(Tensor):
         first = next(item for item in flat if isinstance(item, Placeholder))
         if func in _READS:
             raise _ReadError(_read_message(func, first))
+        if _context.refuse_writes and func._schema.is_mutable:
+            for argument, value in (*zip(func._schema.arguments, args, strict=False), *_by_keyword(func, kwargs)):
+                if argument.is_write and isinstance(value, Tensor) and not isinstance(value, Placeholder):
+                    refuse_write(first)
         if torch.Tag.nondeterministic_seeded in func.tags:
             _context.random = True
         device, origin = first.device, first.origin
@@ -214,6 +218,10 @@ class Placeholder(Tensor):
             copy = nn.Parameter(copy.detach(), requires_grad=self.requires_grad)
         memo[id(self)] = copy
         return copy
+
+
+def _by_keyword(func: Any, kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
+    return [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
 
 
 def _bind_mixed(tree: Any, demand: Callable[[list[Placeholder]], bool]) -> bool:

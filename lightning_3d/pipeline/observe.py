@@ -13,7 +13,7 @@ from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from lightning_3d.example_inputs import example_inputs
-from lightning_3d.placeholder import placeholder_parameter
+from lightning_3d.placeholder import lost_writes, placeholder_parameter
 
 
 class CallOrder(list[str]):
@@ -98,6 +98,7 @@ def _record(
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(torch.no_grad())
+            stack.enter_context(lost_writes())
             # Buffers as copies: some modules count their calls in them.
             buffers = {name: buffer.clone() for name, buffer in target.named_buffers()}
             stack.enter_context(stateless._reparametrize_module(target, {**stand_ins, **buffers}))

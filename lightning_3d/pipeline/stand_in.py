@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_3d.pipeline.caches import is_cache
-from lightning_3d.placeholder import Placeholder, resolve
+from lightning_3d.placeholder import Placeholder, lost_writes, resolve
 from lightning_3d.tensor_parallel.clone import Ground, trial_clone, trial_tensor
 
 
@@ -48,7 +48,8 @@ class StandIn:
         Whether the shapes are right for real values is seen when the first ones arrive.
         """
         try:
-            return self._forward(*args, **kwargs)
+            with lost_writes():
+                return self._forward(*args, **kwargs)
         except Exception as error:
             device = next((leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if _is_floating(leaf)), None)
             if device is None:

@@ -20,7 +20,7 @@ from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.engine import Step, StepTimes
 from lightning_3d.pipeline.micro_batches import MicroBatch, cut, loss_weights, piece_sizes
 from lightning_3d.pipeline.needs import Alone
-from lightning_3d.placeholder import lost_writes, refuse_foreign
+from lightning_3d.placeholder import refuse_foreign
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.random import mix_seed
 from lightning_3d.trainer.assembly import Assembly
@@ -267,7 +267,6 @@ class StepRunner:
 
         def call(piece: MicroBatch) -> Any:
             with (
-                lost_writes(),
                 self._context(mode),
                 self._assembly.streams.micro_batch(number, piece.index),
                 self._relay.recording(piece.size, weights[piece.index]),

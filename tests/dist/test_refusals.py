@@ -43,6 +43,33 @@ class WithWeightsLogged(Chain):
         return super().training_step(batch, batch_idx)
 
 
+class WithValueWritten(Chain):
+    """Writes what the first stage gives into a tensor of its own, before the blocks."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embed(batch)
+        kept = torch.zeros_like(batch)
+        kept[:, :2] = x[:, :2].detach()
+        for block in self.blocks:
+            x = block(x)
+        return (self.head(x).square() + kept).mean()
+
+
+class WithRunningMean(Chain):
+    """Keeps a mean of activations in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embed(batch)
+        self.mean.lerp_(x.mean(0).detach()[:6], 0.1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
 class WithLBFGS(Chain):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
@@ -74,6 +101,13 @@ def test_values_of_another_stage_are_refused_where_a_number_is_needed(kind: type
     assert name == StageError.__name__
     assert message.startswith(f"{what} needs values that another pipeline stage holds")
     assert "embed" in message and "test_refusals.py" in message
+
+
+@pytest.mark.parametrize("kind", [WithValueWritten, WithRunningMean])
+def test_a_value_of_another_stage_written_into_a_tensor_of_this_one_is_not_lost_in_silence(kind: type[Chain]) -> None:
+    _, (name, message) = run_trainer(2, fault, kind, PP2)
+    assert name == StageError.__name__
+    assert "writes a value of 'embed'" in message and "test_refusals.py" in message
 
 
 @pytest.mark.parametrize("options", [PP2, {"tensor_parallel": 2}, {"zero_stage": 1}])
