@@ -129,6 +129,10 @@ class _Recorder(TorchDispatchMode):
             if len(written) != 1:
                 return _at_once(func, leaves, spec, written)
             result = written[0]
+        except RuntimeError:  # some kernels cannot do without values, and say so in their own words
+            if written:
+                raise
+            return _at_once(func, leaves, spec, written)
         outputs = pytree.tree_leaves(result)
         new = [
             (index, output)
