@@ -104,7 +104,7 @@ def agree(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float 
     ],
     ids=lambda value: str(value),
 )
-def test_weights_are_those_of_one_process(mesh: Mesh, options: dict[str, Any], how: Any) -> None:
+def test_c52_c24_weights_are_those_of_one_process(mesh: Mesh, options: dict[str, Any], how: Any) -> None:
     """C52, and in the last case C24: a module that seeds by rank begins as it does on rank 0."""
     first, last, whole = train(None, {}, how[0], False, *how[2:])
     results = on_ranks(train, mesh, options, *how)
@@ -151,7 +151,7 @@ def peak_while_building(mesh: Mesh) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 1, 2)], ids=str)
-def test_a_rank_never_holds_more_than_its_share_and_a_block(mesh: Mesh) -> None:
+def test_c52_a_rank_never_holds_more_than_its_share_and_a_block(mesh: Mesh) -> None:
     whole = BLOCKS * 4 * (2 * 2 * 512 * 512)
     for peak, held in on_ranks(peak_while_building, mesh):
         assert held < 0.52 * whole
@@ -170,7 +170,7 @@ class Unfilled(Tokens):
         return self.loss(batch) * self.scale.mean()
 
 
-def test_parameters_without_values_need_a_checkpoint(tmp_path: Path) -> None:
+def test_c52_parameters_without_values_need_a_checkpoint(tmp_path: Path) -> None:
     """C52: what nothing initialises is an error with its name, unless a checkpoint has it."""
     data = loader(rows(8), 4, None)
     with pytest.raises(ConfigError, match="never given values: scale"):
@@ -185,7 +185,7 @@ def test_parameters_without_values_need_a_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(resumed.scale, module.scale)
 
 
-def test_a_module_born_on_the_meta_device_is_initialised_in_order() -> None:
+def test_c52_a_module_born_on_the_meta_device_is_initialised_in_order() -> None:
     """C52: built on the meta device in the script, where nothing records it."""
     expected = seeded(Tokens)
     with torch.device("meta"):
