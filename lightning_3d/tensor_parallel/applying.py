@@ -188,6 +188,7 @@ def _settle(
     def check(layout: BlockLayout) -> Verdict | None:
         return check_block(part, call, layout, mesh.tp, mesh.device, block.sequence_dim)
 
+    alone = block.sequence_dim is None and len(block.regions) > 1
     while True:
         layout = block.layout(choice)
         verdict = check(layout)
@@ -195,6 +196,12 @@ def _settle(
             return _unchecked(block, name)
         if not verdict.fault:
             return layout, verdict
+        if alone and not block.fixed.names:
+            # What goes wrong in one region may show in another first.
+            alone = False
+            for each in range(len(choice)):
+                _settle_alone(block, name, part, each, choice, check)
+            continue
         region = _blame(block, choice, verdict, check)
         if region is None:
             what = f"{name}.{verdict.layer} ({verdict.fault})"
@@ -207,10 +214,40 @@ def _settle(
         if choice[region] == len(ways.layouts) and not block.another(region, part):
             if source == "user" or block.sequence_dim is not None:
                 raise PlanError(_refusal(block, name, first))
-            for layer in {name for way in ways.layouts for name in (*way.rows, *(c.name for c in way.columns))}:
-                block.notes[layer] = f"no way of cutting it keeps {_difference(name, verdict, ways.layouts[0])}"
-                block.sources.pop(layer, None)
+            _note_whole(block, region, f"no way of cutting it keeps {_difference(name, verdict, ways.layouts[0])}")
             choice[region] = -1
+
+
+def _settle_alone(
+    block: BlockPlan,
+    name: str,
+    part: nn.Module,
+    region: int,
+    choice: list[int],
+    check: Callable[[BlockLayout], Verdict | None],
+) -> None:
+    """Choose the first way of cutting one region that keeps the numbers while the others are whole."""
+    source, ways = block.regions[region]
+    first = ""
+    while True:
+        verdict = check(block.layout([choice[region] if i == region else -1 for i in range(len(choice))]))
+        if verdict is None or not verdict.fault:
+            return
+        first = first or _difference(name, verdict, ways.layouts[0])
+        choice[region] += 1
+        if choice[region] == len(ways.layouts) and not block.another(region, part):
+            break
+    if source == "user":
+        raise PlanError(_refusal(block, name, first))
+    choice[region] = -1
+    _note_whole(block, region, f"no way of cutting it keeps {first}")
+
+
+def _note_whole(block: BlockPlan, region: int, why: str) -> None:
+    for way in block.regions[region][1].layouts:
+        for layer in (*way.rows, *(column.name for column in way.columns)):
+            block.notes[layer] = why
+            block.sources.pop(layer, None)
 
 
 def _leave_attentions_whole(block: BlockPlan, what: str) -> bool:

@@ -321,11 +321,12 @@ def _showings(
     sources = {use.source for use in skeleton.columns}
     feeding = {place for place, (source, _) in seen.inputs.get(around, {}).items() if source in sources}
     slices = []
+    hidden = {seen.shapes[around][place] for place in feeding}  # a residual looks like these
     for place, shape in seen.shapes.get(around, {}).items():
         # [batch, heads, ...] or [batch * heads, ...]
         dim = {4: 1, 3: 0}.get(len(shape), -1)
         fits = dim >= 0 and (shape[dim] == heads or (dim == 0 and shape[0] > 0 and shape[0] % max(1, heads) == 0))
-        if heads > 1 and fits and place not in feeding:
+        if heads > 1 and fits and shape not in hidden:
             slices.append(HeadSlice(place, dim, heads))
     copies = tuple(place for place in seen.trained.get(around, ()) if place not in feeding)
     views = tuple(_views(block, skeleton, around, heads)) if heads > 1 else ()
