@@ -88,6 +88,7 @@ class Engine:
         self._links: dict[int, dict[int, Link]] = {}
         """The link before every chunk, for every structure of batch."""
         self._shapes: dict[tuple[int, int], list[Fact]] = {}
+        self._sent: dict[tuple[int, int], list[tuple[int, ...]]] = {}
         self._settled: set[int] = set()
         self._reset()
         self.times = StepTimes()
@@ -205,6 +206,15 @@ class Engine:
     def _send_forward(self, action: Action, piece: MicroBatch) -> None:
         chunk = action.chunk
         tensors = self._hand_on(chunk, piece)
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        before = self._sent.setdefault((chunk + 1, self._keys[piece.index][1]), shapes)
+        if before != shapes:  # the next stage has posted receives of the shapes that it knows
+            raise StageError(
+                f"Chunk {chunk} hands on tensors of shapes {shapes}, but of {before} for a batch of the same shapes"
+                " before. The step cuts or pads by the values of the batch, which a pipeline cannot follow: do that in"
+                " the collate function or in on_before_batch_transfer, so that the shapes of the batch tell, or use"
+                " pipeline_parallel=1."
+            )
         sent = self._transport.send(tensors, action.peer, ACTIVATIONS, chunk + 1, piece.index)
         if self._step.backward is None:
             self._leave(sent)

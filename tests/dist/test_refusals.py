@@ -70,6 +70,13 @@ class WithRunningMean(Chain):
         return self.head(x).square().mean()
 
 
+class WithValuesThatTrim(Chain):
+    """Leaves out rows by their values."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch[: 1 + self.global_step % 2], batch_idx)
+
+
 class WithLBFGS(Chain):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
@@ -80,7 +87,7 @@ def fault(rank: int, world: int, kind: type[Chain], options: dict[str, int]) -> 
         accelerator="cpu",
         devices=world,
         strategy=ThreeDStrategy(timeout_s=30.0, **options),
-        max_steps=1,
+        max_steps=3,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -108,6 +115,12 @@ def test_a_value_of_another_stage_written_into_a_tensor_of_this_one_is_not_lost_
     _, (name, message) = run_trainer(2, fault, kind, PP2)
     assert name == StageError.__name__
     assert "writes a value of 'embed'" in message and "test_refusals.py" in message
+
+
+def test_shapes_that_depend_on_values_are_refused_before_anything_wrong_is_sent() -> None:
+    (name, message), _ = run_trainer(2, fault, WithValuesThatTrim, PP2)
+    assert name == StageError.__name__
+    assert "[(1, 8)], but of [(2, 8)]" in message
 
 
 @pytest.mark.parametrize("options", [PP2, {"tensor_parallel": 2}, {"zero_stage": 1}])
