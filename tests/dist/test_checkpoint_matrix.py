@@ -291,6 +291,7 @@ def test_c01_a_run_goes_on_at_another_layout_as_if_it_had_never_stopped(tmp_path
     check(ALWAYS, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_c01_all_pairs_of_layouts(tmp_path: Path) -> None:
