@@ -37,7 +37,7 @@ from lightning_3d.sharding import Sharding, build_sharding, make_ties
 from lightning_3d.trainer.kept import KeptParameters
 from lightning_3d.trainer.layout import Layout
 from lightning_3d.trainer.metrics import bind_metrics
-from lightning_3d.trainer.start import own_memory, share_random_state, share_weights
+from lightning_3d.trainer.start import own_memory, refuse_views, share_random_state, share_weights
 
 _ATTRIBUTE = "_lightning_3d_assembly"
 
@@ -132,6 +132,8 @@ def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, pre
     if held is not None:
         return _again(held, config, mesh)
     wishes = unwrap(module)
+    if mesh.world.size > 1:
+        refuse_views(module)
     own_memory(module)
     share_random_state(mesh)
     complaint = rebuild(module) or missing_values(module)

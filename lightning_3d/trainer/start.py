@@ -35,6 +35,30 @@ def start_small(mesh: Mesh, config: ParallelConfig) -> Iterator[None]:
         yield
 
 
+def refuse_views(module: nn.Module) -> None:
+    """Refuse parameters that are views of another's memory: cut or sharded, each would go its own way.
+
+    Raises:
+        ConfigError: naming two of them.
+    """
+    spans = []
+    for name, parameter in module.named_parameters():
+        if parameter.numel() and not parameter.is_meta:
+            length = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            start = parameter.data_ptr()
+            spans.append((start, start + length * parameter.element_size(), name))
+    end, holder = 0, ""
+    for start, stop, name in sorted(spans):
+        if start < end:
+            raise ConfigError(
+                f"The parameters {holder} and {name} are two views of the same memory, which several ranks cannot keep"
+                " in step once it is cut or sharded. Make them one parameter (self.a.weight = self.b.weight), take the"
+                " part that is needed where it is used, or give each its own memory with .clone()."
+            )
+        if stop > end:
+            end, holder = stop, name
+
+
 def own_memory(module: nn.Module) -> None:
     """Give the parameters and buffers memory of this rank's own, in place.
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_3d import ConfigError, ThreeDStrategy
 from lightning_3d.pipeline.observe import call_order
+from lightning_3d.trainer.start import refuse_views
 from tests.harness import run_trainer
 
 
@@ -23,6 +24,17 @@ class Small(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_parameters_that_are_views_of_each_other_are_refused() -> None:
+    module = Small()
+    module.part = nn.Parameter(module.layers[0][0].weight.detach()[2:])
+    with pytest.raises(ConfigError, match=r"layers\.0\.0\.weight and part|part and layers\.0\.0\.weight"):
+        refuse_views(module)
+    module.part = nn.Parameter(module.layers[0][0].weight.detach()[2:].clone())
+    module.tied = module.layers[0][0].weight
+    refuse_views(module)
+    refuse_views(nn.LSTM(4, 4, num_layers=2))
 
 
 def shared_after_fit(rank: int, world: int) -> list[str]:

@@ -12,7 +12,7 @@ AT_EIGHT = ("llama", "gpt2", "bert", "t5", "nanoGPT")
 """Models that the suite trains on 2 x 2 x 2 ranks as well; ``make zoo`` trains all."""
 
 # No head and no pair of layers that could be shared out: these train with PP and ZeRO, and are listed as whole.
-NOT_CUT = {"convnext", "LSTM stack", "U-Net"}
+NOT_CUT = {"LSTM stack", "U-Net"}
 
 ROWS = [
     *((name, layout) for name in MODELS for layout in ("tp2", "pp2", "pp2.tp2")),
