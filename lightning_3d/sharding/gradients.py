@@ -164,7 +164,8 @@ def nonfinite_gradients(owned: Iterable[OwnedParameter], mesh: Mesh, limit: int 
         for name in names:
             ranks.setdefault(name, []).append(rank)
     listed = [
-        f"{name} ({', '.join(where(rank, mesh.sizes) for rank in found)})" for name, found in list(ranks.items())[:limit]
+        f"{name} ({', '.join(where(rank, mesh.sizes) for rank in found)})"
+        for name, found in list(ranks.items())[:limit]
     ]
     return ", ".join(listed) + (f" and {len(ranks) - limit} more" if len(ranks) > limit else "")
 

@@ -150,8 +150,9 @@ def build_sharding(
 ) -> Sharding:
     """Shard ``stage`` over the replicas, in place; sharded parameters become new objects under their names.
 
-    Collective over the dp axis. Parameters that had a recipe instead of memory have their values afterwards. Call it after the tensor-parallel plan is applied and the stage is cut, and before
-    :meth:`Cut.install`, whose hooks must run before those of FSDP2.
+    Collective over the dp axis. Parameters that had a recipe instead of memory have their values afterwards. Call it
+    after the tensor-parallel plan is applied and the stage is cut, and before :meth:`Cut.install`, whose hooks must run
+    before those of FSDP2.
 
     Args:
         stage: The root; its parameters are named relative to ``stage.module`` if it has one.

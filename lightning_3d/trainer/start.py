@@ -44,7 +44,9 @@ def refuse_views(module: nn.Module) -> None:
     spans = []
     for name, parameter in module.named_parameters():
         if parameter.numel() and not parameter.is_meta:
-            length = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            length = 1 + sum(
+                (size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+            )
             start = parameter.data_ptr()
             spans.append((start, start + length * parameter.element_size(), name))
     end, holder = 0, ""
