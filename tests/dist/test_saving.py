@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_3d.checkpoint import asynchronous, directory, is_checkpoint
+from lightning_3d.checkpoint import writer
 from lightning_3d.errors import CheckpointError
 from tests.dist.lightning_modules import Mesh, Tokens, loader, make_trainer, on_ranks, rows, seeded, whole_weights
-from tests.harness import RankFailure
 
 BATCH, STEPS = 4, 4
 
@@ -91,3 +90,68 @@ def test_the_files_are_those_of_the_stock_trainer(tmp_path: Path, stock: Any, ba
         assert (step, later) == (stock[1], stock[4])
         assert loss == pytest.approx(stock[2], rel=1e-6)
         assert best == pytest.approx(stock[3], rel=1e-6)
+
+
+class Fails(Callback):
+    """On rank 1 the disk is full from a step on: while this saves itself and catches it, or in a callback's save."""
+
+    def __init__(self, folder: Path, step: int, catch: bool) -> None:
+        self.folder, self.step, self.catch = folder, step, catch
+        self.seen: list[tuple[int, str]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step != self.step:
+            return
+        trainer.strategy.finish_saving()
+        original = writer.checksum
+        if trainer.global_rank == 1:
+            writer.checksum = full_disk
+        if not self.catch:
+            return
+        try:
+            trainer.save_checkpoint(self.folder / "kept.ckpt")
+        except CheckpointError as error:
+            self.seen.append((trainer.global_step, str(error)))
+        finally:
+            writer.checksum = original
+
+    def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
+        self.seen.append((trainer.global_step, str(exception)))
+
+
+def full_disk(*args: Any) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def fail(mesh: Mesh | None, folder: str) -> Any:
+    """Weights after a run that has caught a failed save, and how a run ends whose save in the background fails."""
+    path = Path(folder)
+    caught = Fails(path, 2, catch=True)
+    caught_callbacks = [caught] if mesh else []
+    trainer = make_trainer(mesh, callbacks=caught_callbacks, max_steps=STEPS)
+    trainer.fit(seeded(Watched), loader(rows(BATCH * STEPS), BATCH, mesh))
+    weights = whole_weights(trainer)
+    if mesh is None:
+        return weights
+    ended = Fails(path, 2, catch=False)
+    keeper = ModelCheckpoint(path / "kept", "{step}", every_n_train_steps=1, save_last="link")
+    options = {"async_save": True}
+    trainer = make_trainer(mesh, options, callbacks=[ended, keeper], max_steps=50, enable_checkpointing=True)
+    with contextlib.suppress(CheckpointError):
+        trainer.fit(seeded(Watched), loader(rows(BATCH * 50), BATCH, mesh))
+    return weights, caught.seen, ended.seen, sorted(entry.name for entry in path.rglob("*.ckpt"))
+
+
+def test_a_full_disk_on_one_rank_is_told_on_all_and_training_can_go_on(tmp_path: Path) -> None:
+    expected = fail(None, "")
+    results = on_ranks(fail, (1, 2, 1), str(tmp_path))
+    for name, value in expected.items():
+        torch.testing.assert_close(results[0][0][name], value, rtol=1e-10, atol=1e-10)
+    for _, caught, ended, files in results:
+        assert caught == results[0][1] and ended == results[0][2]
+        assert [step for step, _ in caught] == [2]
+        assert ended[0][0] == 3  # where the next save waits for the one after step 2
+        for _, message in (*caught, *ended):
+            assert "rank 1 (pp0 dp1 tp0)" in message and "No space left on device" in message
+        assert files == ["last.ckpt", "step=1.ckpt"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["kept"]
