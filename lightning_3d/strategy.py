@@ -20,9 +20,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_3d.checkpoint import BackgroundSaves, WholeValues
@@ -31,17 +29,18 @@ from lightning_3d.mesh import AXES, Mesh, Where, build_mesh, side_mesh
 from lightning_3d.pipeline.compiling import Compiler
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.progress import Progress
-from lightning_3d.sharding import global_norm
 from lightning_3d.trainer.assembly import assemble
 from lightning_3d.trainer.batches import BatchLedger
 from lightning_3d.trainer.callbacks import ServedCallbacks
 from lightning_3d.trainer.compiled import TakesCompiled
+from lightning_3d.trainer.elastic import fit_to_world
 from lightning_3d.trainer.failure import FailureGuard
 from lightning_3d.trainer.hook_logs import HookLogs
 from lightning_3d.trainer.launcher import make_launcher
 from lightning_3d.trainer.layout import Layout
 from lightning_3d.trainer.loaders import LoaderGate
 from lightning_3d.trainer.predictions import PredictionGate
+from lightning_3d.trainer.preemption import Preemption
 from lightning_3d.trainer.preflight import (
     bubble_warning,
     check_launch,
@@ -51,7 +50,7 @@ from lightning_3d.trainer.preflight import (
 )
 from lightning_3d.trainer.sanity import SanityChecks
 from lightning_3d.trainer.start import share_random_state, start_small
-from lightning_3d.trainer.state import StatefulStrategy
+from lightning_3d.trainer.stepping import SteppingStrategy
 from lightning_3d.trainer.steps import StepRunner
 from lightning_3d.trainer.torch_clipping import TorchClipping
 from lightning_3d.trainer.watchdog import Watchdog
@@ -62,7 +61,7 @@ _LAST_CHANCE_S = 5.0
 """How long a rank that stops because of another one lets a save under way go on."""
 
 
-class ThreeDStrategy(TakesCompiled, StatefulStrategy):
+class ThreeDStrategy(TakesCompiled, SteppingStrategy):
     """Trains an unmodified LightningModule with tensor, pipeline and sharded data parallelism.
 
     The world is a mesh with the axes pp (outermost), dp and tp (innermost). Losses, gradients, clipping, metrics and
@@ -105,6 +104,8 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         async_save: Write checkpoints from a thread while training goes on: a step waits only for the copy to host
             memory. At most one is under way (the next save waits for it), and its failure is raised at a later step on
             all ranks.
+        elastic: Take sizes as wishes for the full world, and fit them to the ranks that torchrun has started.
+        preemption_grace_s: Seconds that SIGTERM leaves for the running step and a save; by default no limit.
         loss_reduction: ``"mean"`` if the loss is a mean over the samples of its batch, ``"sum"`` if it is a sum.
         allow_tp_across_nodes: Accept tensor parallelism wider than a node.
         start_method: How local processes start: ``"popen"`` (the default: the script runs again in every process),
@@ -113,10 +114,8 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         timeout_s: Seconds after which a collective that does not complete ends the run.
         wait_timeout_s: Seconds that ranks wait for one that works alone, as rank 0 may in a save or a hook before a
             barrier; then a message says which rank is slow, and at what.
-        accelerator: Set by the Trainer.
-        parallel_devices: Set by the Trainer.
+        accelerator, parallel_devices, precision_plugin: Set by the Trainer.
         cluster_environment: How ranks find each other; by default detected (torchrun, SLURM, or this machine alone).
-        precision_plugin: Set by the Trainer from ``precision=``.
 
     Raises:
         ConfigError: If the options cannot work together, or do not fit the devices of the Trainer.
@@ -147,6 +146,8 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         sanity_checks: int | None = None,
         hang_timeout_s: float | None = None,
         async_save: bool = False,
+        elastic: bool = False,
+        preemption_grace_s: float | None = None,
         loss_reduction: str = "mean",
         allow_tp_across_nodes: bool = False,
         start_method: str | None = None,
@@ -180,6 +181,8 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
             sanity_checks=sanity_checks,
             hang_timeout_s=hang_timeout_s,
             async_save=async_save,
+            elastic=elastic,
+            preemption_grace_s=preemption_grace_s,
             loss_reduction=loss_reduction,
             allow_tp_across_nodes=allow_tp_across_nodes,
             start_method=start_method,
@@ -193,8 +196,8 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         self._patience = timedelta(seconds=wait_timeout_s)
         self.guard = FailureGuard()
         self.progress = Progress()
-        self._watchdog = Watchdog(self.guard, self.progress, hang_timeout_s) if hang_timeout_s else None
-        self._runner: StepRunner | None = None
+        self._watchdog = Watchdog(self.guard, self.progress, hang_timeout_s)
+        self._preemption = Preemption(self.guard, preemption_grace_s)
         self._clipping: TorchClipping | None = None
         self._hook_logs: HookLogs | None = None
         self._served = ServedCallbacks()
@@ -255,11 +258,6 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = None if precision_plugin is None else ThreeDPrecision.from_stock(precision_plugin)
 
-    @property
-    def _precision(self) -> ThreeDPrecision:
-        assert isinstance(self._precision_plugin, ThreeDPrecision)
-        return self._precision_plugin
-
     def set_world_ranks(self) -> None:
         """Tell the cluster environment which rank this process is; called by the Trainer."""
         if self.cluster_environment is not None:
@@ -272,6 +270,7 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        fit_to_world(self)
         sizes = self.config.sizes(self.num_nodes * self.num_processes, self.num_processes)
         if sizes.world > 1:
             check_plugins(self._layer_sync, self._checkpoint_io)
@@ -304,7 +303,6 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         super().setup_environment()
         if self._mesh is not None:
             self._watch(self._mesh)
-            self._served.before_setup(self.lightning_module, self._mesh)
             return
         self.set_world_ranks()
         sizes = self.config.sizes(self.world_size, self.num_processes)
@@ -319,12 +317,11 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         # Not a fresh seed, as DDP has it: one process would go on from the state that building the module has left.
         share_random_state(self._mesh)
         self._watch(self._mesh)
-        self._served.before_setup(self.lightning_module, self._mesh)
 
     def _watch(self, mesh: Mesh) -> None:
         self.guard.start(mesh)
-        if self._watchdog is not None:
-            self._watchdog.start(mesh)
+        self._watchdog.start(mesh)
+        self._served.before_setup(self.lightning_module, mesh)
 
     @contextmanager
     @override
@@ -338,7 +335,8 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         self.accelerator.setup(trainer)
         module = self.lightning_module
         self._ledger = BatchLedger(self.topology.dp.size)
-        self._gate = LoaderGate(trainer, self.topology, self._ledger, self.config)
+        stopping = self._preemption.install(trainer, self.topology)
+        self._gate = LoaderGate(trainer, self.topology, self._ledger, self.config, stopping)
         self._precision.attach(self.topology, self.config)
         self._precision.on_batch = self._ledger.take
         if self._assembly is None or self._assembly.stage.module is not module:
@@ -388,10 +386,9 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
     @override
     def teardown(self) -> None:
         assert self.cluster_environment is not None and self.accelerator is not None
-        if self._clipping is not None:
-            self._clipping.remove()
-        if self._hook_logs is not None:
-            self._hook_logs.remove()
+        for installed in (self._clipping, self._hook_logs):
+            if installed is not None:
+                installed.remove()
         if not self.guard.has_failed:
             self.finish_saving()
         self._saving.remove()
@@ -399,94 +396,14 @@ class ThreeDStrategy(TakesCompiled, StatefulStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-        if self._watchdog is not None:
-            self._watchdog.stop()
+        self._watchdog.stop()
         self.guard.stop()
+        self._preemption.remove()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if self._preemption.handles(exception):
+            return
         # Before the others hear of it: they take part in the save until then.
         self._give_up_saving(_LAST_CHANCE_S if self.guard.has_failed else self._patience.total_seconds())
         self.guard.failed(exception)
-
-    # --- data ------------------------------------------------------------------------------------------------------
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        return self._gate.process(dataloader)
-
-    # --- steps -----------------------------------------------------------------------------------------------------
-
-    @property
-    def _steps(self) -> StepRunner:
-        assert self._runner is not None
-        self._assembled.refuse_unset()
-        return self._runner
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        self._saving.look()
-        self.progress.enter(f"training batch, after {self.lightning_module.trainer.global_step} optimizer steps")
-        if self._sanity.due(self.lightning_module.trainer.global_step):
-            self._sanity.check(args[0])
-            self._precision.name_nonfinite = True
-        return self._steps.training_step(*args, **kwargs)
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        return self._steps.backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not self._assembled.stage.module.automatic_optimization:
-            self._assembled.sharding.release()  # the step changes what the gathered parameters are copies of
-        result = super().optimizer_step(optimizer, *args, **kwargs)
-        self.progress.enter("between batches: hooks, loggers, loader")
-        return result
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.progress.enter("validation batch")
-        return self._steps.evaluation_step("validation", *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.progress.enter("test batch")
-        return self._steps.evaluation_step("test", *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.progress.enter("predict batch")
-        return self._steps.evaluation_step("predict", *args, **kwargs)
-
-    @property
-    def idle_fraction(self) -> float | None:
-        """Share of the last training step that this rank waited for other stages.
-
-        ``None`` without a pipeline, and on a GPU, where the host's clock does not show when the device waits.
-        """
-        measured = self.topology.pp.size > 1 and self.topology.device.type == "cpu"
-        return self._steps.times.idle_fraction if measured else None
-
-    def on_predict_start(self) -> None:
-        """Keep fillers and peers out of the predictions."""
-        self._predictions.install()
-
-    def on_predict_end(self) -> None:
-        """Give the callbacks back."""
-        self._predictions.remove()
-
-    def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Norm of the gradients of the whole model, the same on all ranks; use it in ``on_before_optimizer_step``.
-
-        Args:
-            norm_type: 2, ``inf`` or any other p.
-
-        Returns:
-            A float64 tensor of no dimensions. Collective: every rank calls it.
-
-        Raises:
-            ConfigError: Before the module is laid out, or if ``norm_type`` is not positive.
-        """
-        return global_norm(self._assembled.sharding.owned, self.topology, norm_type)

@@ -1,0 +1,115 @@
+"""What Lightning calls a strategy for with every batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_3d.precision import ThreeDPrecision
+from lightning_3d.progress import Progress
+from lightning_3d.sharding import global_norm
+from lightning_3d.trainer.loaders import LoaderGate
+from lightning_3d.trainer.predictions import PredictionGate
+from lightning_3d.trainer.sanity import SanityChecks
+from lightning_3d.trainer.state import StatefulStrategy
+from lightning_3d.trainer.steps import StepRunner
+
+
+class SteppingStrategy(StatefulStrategy):
+    """A strategy that runs the user's steps, once the module is laid out."""
+
+    progress: Progress
+    _gate: LoaderGate
+    _predictions: PredictionGate
+    _sanity: SanityChecks
+    _runner: StepRunner | None = None
+
+    @property
+    def _precision(self) -> ThreeDPrecision:
+        assert isinstance(self._precision_plugin, ThreeDPrecision)
+        return self._precision_plugin
+
+    # --- data ------------------------------------------------------------------------------------------------------
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return self._gate.process(dataloader)
+
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _steps(self) -> StepRunner:
+        assert self._runner is not None
+        self._assembled.refuse_unset()
+        return self._runner
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        self._saving.look()
+        self.progress.enter(f"training batch, after {self.lightning_module.trainer.global_step} optimizer steps")
+        if self._sanity.due(self.lightning_module.trainer.global_step):
+            self._sanity.check(args[0])
+            self._precision.name_nonfinite = True
+        return self._steps.training_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        return self._steps.backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not self._assembled.stage.module.automatic_optimization:
+            self._assembled.sharding.release()  # the step changes what the gathered parameters are copies of
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        self.progress.enter("between batches: hooks, loggers, loader")
+        return result
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.progress.enter("validation batch")
+        return self._steps.evaluation_step("validation", *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.progress.enter("test batch")
+        return self._steps.evaluation_step("test", *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.progress.enter("predict batch")
+        return self._steps.evaluation_step("predict", *args, **kwargs)
+
+    @property
+    def idle_fraction(self) -> float | None:
+        """Share of the last training step that this rank waited for other stages.
+
+        ``None`` without a pipeline, and on a GPU, where the host's clock does not show when the device waits.
+        """
+        measured = self.topology.pp.size > 1 and self.topology.device.type == "cpu"
+        return self._steps.times.idle_fraction if measured else None
+
+    def on_predict_start(self) -> None:
+        """Keep fillers and peers out of the predictions."""
+        self._predictions.install()
+
+    def on_predict_end(self) -> None:
+        """Give the callbacks back."""
+        self._predictions.remove()
+
+    def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Norm of the gradients of the whole model, the same on all ranks; use it in ``on_before_optimizer_step``.
+
+        Args:
+            norm_type: 2, ``inf`` or any other p.
+
+        Returns:
+            A float64 tensor of no dimensions. Collective: every rank calls it.
+
+        Raises:
+            ConfigError: Before the module is laid out, or if ``norm_type`` is not positive.
+        """
+        return global_norm(self._assembled.sharding.owned, self.topology, norm_type)
