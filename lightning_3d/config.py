@@ -66,6 +66,10 @@ class ParallelConfig:
     """Seconds without progress after which a rank counts as hanging, is named, and ends the job; ``None``: never."""
     async_save: bool = False
     """Whether checkpoints are written by a thread, from copies in host memory, while training goes on."""
+    elastic: bool = False
+    """Whether the sizes are wishes for the full world, fitted to the ranks that torchrun has started."""
+    preemption_grace_s: float | None = None
+    """Seconds that a signal to stop leaves for the running step and a save; ``None``: as long as they go on."""
     loss_reduction: str = "mean"
     """What the user's loss is over the samples of its batch: their ``"mean"`` or their ``"sum"``."""
     allow_tp_across_nodes: bool = False
@@ -98,9 +102,13 @@ class ParallelConfig:
             )
         if self.sanity_checks is not None and self.sanity_checks != 0:
             _check_positive("sanity_checks", self.sanity_checks)
-        limit = self.hang_timeout_s
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
-            raise ConfigError(f"hang_timeout_s={limit!r} must be a positive number of seconds, or None.")
+        _check_seconds("hang_timeout_s", self.hang_timeout_s)
+        _check_seconds("preemption_grace_s", self.preemption_grace_s)
+        if self.elastic and self.global_batch_size is None:
+            raise ConfigError(
+                "elastic=True needs global_batch_size: the number of replicas changes with the ranks that are left, and"
+                " with it the samples per optimizer step, unless they are given for all replicas together."
+            )
         self._check_virtual_stages()
         self._check_split()
         self._check_checkpointing()
@@ -177,7 +185,7 @@ class ParallelConfig:
                 f" (pipeline_parallel={pp} x virtual_stages={self.virtual_stages}). Give one number of blocks for every"
                 " chunk."
             )
-        if self.global_batch_size is not None and self.global_batch_size % dp:
+        if self.global_batch_size is not None and self.global_batch_size % dp and not self.elastic:
             lower = self.global_batch_size // dp * dp
             raise ConfigError(
                 f"global_batch_size={self.global_batch_size} is not a multiple of data_parallel={dp}, so replicas would"
@@ -244,6 +252,11 @@ def _check_size(name: str, value: object) -> None:
 def _check_positive(name: str, value: object, also: str = "") -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name}={value!r} must be a positive whole number{also}.")
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+        raise ConfigError(f"{name}={value!r} must be a positive number of seconds, or None.")
 
 
 def _check_known(name: str, value: object, known: Sequence[object], also: str = "") -> None:

@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_3d.collectives import all_gather, all_gather_object, broadcast_object
@@ -113,6 +114,16 @@ class Epochs(Protocol):
         """Whether the loop has taken the last batch of its epoch and would, resumed from here, begin another."""
 
 
+class Stopping(Protocol):
+    """Somebody who may want the run to end between two batches."""
+
+    wish: int
+    """What this rank knows of; 0 is nothing."""
+
+    def ends(self, loader: object, wish: int) -> bool:
+        """Whether the run ends before this batch; ``wish`` is what all ranks that read batches know of."""
+
+
 class SharedLoader:
     """Stands in for a loader: the replica's reader iterates it, the other ranks of the replica receive its batches.
 
@@ -130,19 +141,40 @@ class SharedLoader:
         track_indices: Also share which samples a batch holds, for writers of predictions.
         epochs: Of the loop that trains with it. Samplers are told the epoch before they draw an order: Lightning tells
             them after a resumed pass has begun.
+        stopping: Asked before each batch.
     """
 
     _own = frozenset(
-        {"loader", "mesh", "ledger", "batch_sampler", "epochs", "_channel", "_length", "_live", "_resume", "_track"}
+        [
+            "loader",
+            "mesh",
+            "ledger",
+            "batch_sampler",
+            "epochs",
+            "stopping",
+            "_channel",
+            "_length",
+            "_live",
+            "_resume",
+            "_track",
+        ]
     )
 
     def __init__(
-        self, loader: Any, mesh: Mesh, ledger: BatchLedger, *, track_indices: bool = False, epochs: Epochs | None = None
+        self,
+        loader: Any,
+        mesh: Mesh,
+        ledger: BatchLedger,
+        *,
+        track_indices: bool = False,
+        epochs: Epochs | None = None,
+        stopping: Stopping | None = None,
     ) -> None:
         self.loader = loader
         self.mesh = mesh
         self.ledger = ledger
         self.epochs = epochs
+        self.stopping = stopping
         self._track = track_indices and index_sampler(loader) is not None
         self.batch_sampler: Any = getattr(loader, "batch_sampler", None)
         if self._track:
@@ -286,16 +318,22 @@ class _Pass:
             raise StopIteration
         shared = self.shared
         mesh = shared.mesh
+        before: HostRandomState | None = None
         if not mesh.is_replica_reader:
             (content, random), notes = shared._channel.exchange()
         else:
-            before = HostRandomState.get() if mesh.model.size > 1 else None
+            wish = shared.stopping.wish if shared.stopping is not None else 0
+            before = HostRandomState.get() if mesh.model.size > 1 or wish else None
             status, content = self._read()
-            content, notes = self._agree(status, content)
+            content, notes = self._agree(status, content, wish)
             random = None
             if before is not None and (after := HostRandomState.get()) != before:
                 random = after
             self._tell(content, random, notes)
+        if notes[0] == _BATCH and shared.stopping is not None and shared.stopping.ends(shared, notes[5]):
+            if before is not None:
+                before.set()  # of the batch that is read again when the run goes on
+            raise SIGTERMException
         return self._deliver(content, random, notes)
 
     def _tell(self, content: Any, random: HostRandomState | None, notes: tuple[int, ...]) -> None:
@@ -306,7 +344,7 @@ class _Pass:
                 raise
             # A batch that does not pickle: nothing was sent yet, so the others still wait for a header.
             text = f"This batch cannot be handed to the other ranks of the replica.\n{traceback.format_exc()}"
-            self.shared._channel.exchange((text, None), (_ERROR, 0, 0, self.shared.mesh.rank, 0))
+            self.shared._channel.exchange((text, None), (_ERROR, 0, 0, self.shared.mesh.rank, 0, 0))
             raise ReaderError(text) from error
 
     def _read(self) -> tuple[int, Any]:
@@ -327,27 +365,28 @@ class _Pass:
         indices = tuple(sampler.served.popleft()) if sampler is not None and sampler.served else None
         return _BATCH, (batch, indices)
 
-    def _agree(self, status: int, content: Any) -> tuple[Any, tuple[int, ...]]:
+    def _agree(self, status: int, content: Any, wish: int) -> tuple[Any, tuple[int, ...]]:
         """Settle with the readers of the other replicas what this step is."""
         mesh = self.shared.mesh
         size = batch_size_of(content[0]) if status == _BATCH else 0
-        rows = _gather_numbers((status, size, int(self._has_last or status == _BATCH)), mesh)
+        rows = _gather_numbers((status, size, int(self._has_last or status == _BATCH), wish), mesh)
+        wish = min(row[3] for row in rows)  # all have set aside what reading may change
         failed = [replica for replica, row in enumerate(rows) if row[0] == _ERROR]
         if failed:
             text = broadcast_object(content, mesh.control_dp, failed[0])
-            return text, (_ERROR, 0, 0, mesh.control_dp.ranks[failed[0]], 0)
+            return text, (_ERROR, 0, 0, mesh.control_dp.ranks[failed[0]], 0, 0)
         if all(row[0] == _END for row in rows):
-            return None, (_END, 0, 0, 0, 0)
+            return None, (_END, 0, 0, 0, 0, 0)
         global_size = sum(row[1] for row in rows)
         foreign: Any = None
         if not all(row[2] for row in rows):
             owner = next(replica for replica, row in enumerate(rows) if row[0] == _BATCH)
             foreign = broadcast_object(content, mesh.control_dp, owner)
         if status == _BATCH:
-            return content, (_BATCH, size, global_size, 0, _NEW)
+            return content, (_BATCH, size, global_size, 0, _NEW, wish)
         if self._has_last:
-            return None, (_BATCH, batch_size_of(self._last), global_size, 1, _SAME)
-        return (foreign[0], ()), (_BATCH, batch_size_of(foreign[0]), global_size, 1, _NEW)
+            return None, (_BATCH, batch_size_of(self._last), global_size, 1, _SAME, wish)
+        return (foreign[0], ()), (_BATCH, batch_size_of(foreign[0]), global_size, 1, _NEW, wish)
 
     def _deliver(self, content: Any, random: HostRandomState | None, notes: tuple[int, ...]) -> Any:
         status, size, global_size, extra, which = notes[:5]

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -21,18 +22,20 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_3d.collectives import all_gather_object
 from lightning_3d.errors import ThreeDError
-from lightning_3d.mesh import Mesh
+from lightning_3d.mesh import Mesh, where
 from lightning_3d.trainer.batches import ReaderError
+from lightning_3d.trainer.siblings import Identity, Siblings
 
 GRACE_S = 12.0
 """How long a rank may take to stop by itself once the job has failed."""
-_KEY = "lightning_3d/failure"
 _PERIOD_S = 0.25
 _STUCK_S = 2.0  # no progress of the main thread for so long: it waits inside a collective
 _STUCK_AFTER_SIGNAL_S = 18.0  # long, because a healthy stage may wait for a long step of its neighbour
 _FILE_VARIABLE = "LIGHTNING_3D_FAILURE_FILE"
 _PARENT_VARIABLE = "LIGHTNING_3D_PARENT_PID"
+_TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 
 
 class SiblingFailure(ThreeDError):
@@ -59,7 +62,16 @@ class FailureGuard:
 
     def __init__(self) -> None:
         self._where = f"process {os.getpid()}"
+        self._sizes: Any = None
         self._store: Any = None
+        self.scope = "lightning_3d"
+        """What names in the store begin with; another one in every run, because torchrun keeps the store."""
+        self.each_period: Callable[[set[int], Any, str], None] | None = None
+        """Called from the thread, with the signals that came, the store and :attr:`scope`."""
+        self.patient = False
+        """Whether the main thread may stand still though a signal has asked it to stop: it saves."""
+        self._external = False
+        self._siblings: Siblings | None = None
         self._armed = False
         self._ending = False
         self._tripped: str | None = None
@@ -85,8 +97,15 @@ class FailureGuard:
         """Whether the cause of the failure has been told."""
         return self._told or self._tripped is not None
 
-    def watch_launcher(self) -> None:
-        """From the first moment in a process that a launcher of ours has started."""
+    def watch_launcher(self, external: bool = False) -> None:
+        """From the first moment in a process that a launcher has started.
+
+        Args:
+            external: Not one of ours, so nobody but the ranks themselves tells when a process ends without a word.
+        """
+        self._external = external
+        if external and _TORCHRUN_VARIABLE in os.environ:
+            self._parent = os.getppid()  # an agent that is killed leaves its workers behind
         if file := os.environ.get(_FILE_VARIABLE):
             self._file = Path(file)
         if (parent := os.environ.get(_PARENT_VARIABLE)) and int(parent) != os.getpid():
@@ -98,11 +117,14 @@ class FailureGuard:
         """Once the process group stands, and again at each later run of the Trainer."""
         if mesh.world.size == 1:
             return
-        self._where = mesh.where
+        self._where, self._sizes = mesh.where, mesh.sizes
         if self._store is None:
             # A connection of its own: the main thread may wait inside the other one.
             store = dist.distributed_c10d._get_default_store()
             self._store = store.clone() if hasattr(store, "clone") else store
+        told = all_gather_object((uuid.uuid4().hex, Identity.of_this_process()), mesh.control_world)
+        self.scope = f"lightning_3d/{told[0][0]}"
+        self._siblings = Siblings([identity for _, identity in told], mesh.rank) if self._external else None
         group = mesh.control_world.group
         self._barrier = lambda: dist.barrier(group=group)
         self._arm()
@@ -171,24 +193,42 @@ class FailureGuard:
             if not self._armed or self._tripped is not None:
                 signalled = None
                 continue
-            if (reason := self._reason()) is not None:
+            if (reason := self._found_here()) is not None:
+                self.trip(reason, announce=self._external)
+                continue
+            if (reason := self._told_by_others()) is not None:
                 self.trip(reason)
                 continue
-            signalled = self._signalled() or signalled
+            signals = self._signals()
+            if signals & {signal.SIGTERM, signal.SIGINT}:
+                signalled = time.monotonic()
+            if self.each_period is not None and self._store is not None:
+                with contextlib.suppress(Exception):  # the store went away: the next look says so
+                    self.each_period(signals, self._store, self.scope)
             # The launcher's SIGTERM or a Ctrl-C: Python acts on it once the main thread is back from C++, if ever.
-            if signalled is not None and _is_stuck(_STUCK_AFTER_SIGNAL_S):
-                self.trip("a signal asked it to stop while it waited for another rank")
+            if signalled is not None and self._stands_still(_STUCK_AFTER_SIGNAL_S):
+                self.trip("a signal asked it to stop while it waited for another rank", announce=self._external)
 
     def _reason(self) -> str | None:
+        return self._found_here() or self._told_by_others()
+
+    def _found_here(self) -> str | None:
+        """What can be seen on this machine."""
         if self._file is not None and self._file.exists():
             return self._file.read_text(errors="replace") or "a process of this job has ended"
         if self._parent is not None and os.getppid() != self._parent:
-            return "the process that launched it has ended"
+            return f"the process that launched {self._where} has ended"
+        rank = self._siblings.gone() if self._siblings is not None and self._armed else None
+        if rank is None or self._ending:  # asked afterwards: it may have ended well
+            return None
+        return f"{where(rank, self._sizes)} has ended without a word; the other ranks are being stopped."
+
+    def _told_by_others(self) -> str | None:
         if self._store is None:
             return None
         try:
-            if self._store.check([_KEY]):
-                return str(self._store.get(_KEY).decode(errors="replace"))
+            if self._store.check([self._key]):
+                return str(self._store.get(self._key).decode(errors="replace"))
         except Exception:  # the store lives in rank 0, or in torchrun's agent
             return None if self._ending else "the process that holds the store (rank 0) has ended"
         return None
@@ -203,10 +243,17 @@ class FailureGuard:
         if self._store is None:
             return True
         try:
-            value = self._store.compare_set(_KEY, "", text)
+            value = self._store.compare_set(self._key, "", text)
         except Exception:  # without the store, the others notice that it is gone
             return True
         return bool(value == text.encode())
+
+    @property
+    def _key(self) -> str:
+        return f"{self.scope}/failure"
+
+    def _stands_still(self, seconds: float) -> bool:
+        return not self.patient and _is_stuck(seconds) and not self.patient
 
     def _interrupt(self) -> None:
         """Bring the main thread to raise, or else end the process."""
@@ -265,13 +312,12 @@ class FailureGuard:
             os.close(write)
             os.close(read)
 
-    def _signalled(self) -> float | None:
-        if self._wake_up is None:
-            return None
+    def _signals(self) -> set[int]:
+        """Signals that have come since this was last asked."""
         with contextlib.suppress(OSError):
-            if {signal.SIGTERM, signal.SIGINT} & set(os.read(self._wake_up, 256)):
-                return time.monotonic()
-        return None
+            if self._wake_up is not None:
+                return set(os.read(self._wake_up, 256))
+        return set()
 
 
 def leave_note(file: Path, reason: str) -> None:

@@ -107,7 +107,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if self.cluster_environment.creates_processes_externally:
-            self._guard.watch_launcher()
+            self._guard.watch_launcher(external=True)
         elif self.num_processes > 1:
             self._check_module()
             self._file = _note_file()

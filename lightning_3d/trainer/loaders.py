@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
-from lightning_3d.trainer.batches import BatchLedger, SharedLoader
+from lightning_3d.trainer.batches import BatchLedger, SharedLoader, Stopping
 from lightning_3d.trainer.sampler import set_batch_size, shard, take_over_sampling
 
 
@@ -21,14 +21,19 @@ class LoaderGate:
         trainer: The Trainer.
         mesh: The mesh.
         ledger: Where facts about batches are noted.
-        config: ``global_batch_size`` is read.
+        config: ``global_batch_size`` and ``elastic`` are read.
+        stopping: Asked before each batch whether the run ends there.
     """
 
-    def __init__(self, trainer: pl.Trainer, mesh: Mesh, ledger: BatchLedger, config: ParallelConfig) -> None:
+    def __init__(
+        self, trainer: pl.Trainer, mesh: Mesh, ledger: BatchLedger, config: ParallelConfig, stopping: Stopping
+    ) -> None:
         self._trainer = trainer
         self._mesh = mesh
         self._ledger = ledger
+        self._stopping = stopping
         self._global_batch_size = config.global_batch_size
+        self._uneven = config.elastic  # replicas come and go, and the batch stays
         connector = trainer._accelerator_connector
         self._shards = vars(connector).setdefault("_three_d_shards", connector.use_distributed_sampler)
         take_over_sampling(trainer)
@@ -36,16 +41,24 @@ class LoaderGate:
     def process(self, loader: Any) -> Any:
         """The loader to iterate in place of ``loader``."""
         stage = self._trainer.state.stage
+        whole = None
         if self._global_batch_size is not None and stage is RunningStage.TRAINING:
-            loader = set_batch_size(loader, self._replica_batch_size(self._global_batch_size))
+            size, whole = self._batch_sizes(self._global_batch_size)
+            loader = set_batch_size(loader, size)
         if self._shards:
-            loader = shard(loader, self._mesh.dp)
+            loader = shard(loader, self._mesh.dp, whole)
         epochs = _TrainingEpochs(self._trainer) if stage is RunningStage.TRAINING else None
         tracked = stage is RunningStage.PREDICTING
-        return SharedLoader(loader, self._mesh, self._ledger, track_indices=tracked, epochs=epochs)
+        return SharedLoader(
+            loader, self._mesh, self._ledger, track_indices=tracked, epochs=epochs, stopping=self._stopping
+        )
 
-    def _replica_batch_size(self, global_batch_size: int) -> int:
+    def _batch_sizes(self, global_batch_size: int) -> tuple[int, int | None]:
+        """Samples in a replica's batch and, only where they do not divide evenly, in that of all replicas."""
         replicas, accumulated = self._mesh.dp.size, self._trainer.accumulate_grad_batches
+        together = global_batch_size // accumulated
+        if self._uneven and self._shards and together >= replicas and not global_batch_size % accumulated:
+            return -(-together // replicas), together if together % replicas else None
         size, rest = divmod(global_batch_size, replicas * accumulated)
         if rest or not size:
             raise ConfigError(
@@ -53,7 +66,7 @@ class LoaderGate:
                 f"{replicas} x accumulate_grad_batches={accumulated}), so replicas would read different amounts. Use"
                 f" {max(1, size) * replicas * accumulated} or {(size + 1) * replicas * accumulated}."
             )
-        return size
+        return size, None
 
 
 class _TrainingEpochs:

@@ -108,7 +108,7 @@ def take_over_sampling(trainer: Trainer) -> bool:
     return bool(wanted)
 
 
-def shard(loader: Any, axis: Axis) -> Any:
+def shard(loader: Any, axis: Axis, whole: int | None = None) -> Any:
     """The loader of one replica: over all replicas, batch k holds what one process reads as its batch k.
 
     ``loader.batch_size`` counts samples per replica, so one process would read ``axis.size`` times as many.
@@ -117,9 +117,10 @@ def shard(loader: Any, axis: Axis) -> Any:
         loader: What the user gave, possibly re-created by Lightning to follow the indices of predictions. Anything
             but a ``DataLoader`` over a map-style dataset comes back as it is: it decides itself what a replica reads.
         axis: The data-parallel axis.
+        whole: Samples in a batch over all replicas, where they do not divide evenly.
 
     Raises:
-        ConfigError: for a ``DistributedSampler`` set up for other replicas than there are.
+        ConfigError: for a ``DistributedSampler`` set up for other replicas than there are, or with uneven batches.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return loader
@@ -128,12 +129,17 @@ def shard(loader: Any, axis: Axis) -> Any:
         sampler = sampler._batch_sampler
     own = getattr(sampler, "sampler", loader.sampler)
     if isinstance(own, DistributedSampler):
+        if whole is not None:
+            raise ConfigError(
+                f"A batch of {whole} samples over all replicas does not divide by {axis.size}, and a DistributedSampler"
+                " gives all replicas as many. Leave the sampler out: batches are shared out without it."
+            )
         return _with_own_sharding(loader, own, axis)
     if sampler is None:
         return _replace(loader, sampler=ReplicaSampler(loader.sampler, axis))
     if type(sampler) is BatchSampler:
-        whole = BatchSampler(sampler.sampler, sampler.batch_size * axis.size, sampler.drop_last)
-        return _replace(loader, batch_sampler=ReplicaBatchSampler(whole, axis))
+        batches = BatchSampler(sampler.sampler, whole or sampler.batch_size * axis.size, sampler.drop_last)
+        return _replace(loader, batch_sampler=ReplicaBatchSampler(batches, axis))
     return _replace(loader, batch_sampler=ReplicaSampler(sampler, axis))
 
 

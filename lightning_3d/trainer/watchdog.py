@@ -18,7 +18,6 @@ from lightning_3d.mesh import Mesh, where
 from lightning_3d.progress import Progress
 from lightning_3d.trainer.failure import FailureGuard
 
-_KEY = "lightning_3d/hang"
 _ANSWER_S = 5.0
 """How long ranks have to say where they stand once one of them has called."""
 
@@ -55,19 +54,20 @@ class Watchdog:
     Args:
         guard: Ends the job.
         progress: Of this rank.
-        timeout_s: Seconds; longer than the longest step, validation hook, save or compilation.
+        timeout_s: Seconds; longer than the longest step, validation hook, save or compilation. ``None``: no watching.
     """
 
-    def __init__(self, guard: FailureGuard, progress: Progress, timeout_s: float) -> None:
+    def __init__(self, guard: FailureGuard, progress: Progress, timeout_s: float | None) -> None:
         self._guard = guard
         self._progress = progress
-        self._timeout_s = timeout_s
+        self._wanted = timeout_s is not None
+        self._timeout_s = timeout_s or 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, mesh: Mesh) -> None:
         """Once the process group stands, and again at each later run; one rank alone is not watched."""
-        if mesh.world.size == 1 or self._thread is not None:
+        if mesh.world.size == 1 or self._thread is not None or not self._wanted:
             return
         store = dist.distributed_c10d._get_default_store()
         store = store.clone() if hasattr(store, "clone") else store
@@ -86,18 +86,19 @@ class Watchdog:
         stop = self._stop
         seen, since = self._progress.count, time.monotonic()
         period = min(1.0, self._timeout_s / 10)
+        key = f"{self._guard.scope}/hang"
         while not stop.wait(period):
             if self._progress.count != seen:
                 seen, since = self._progress.count, time.monotonic()
             idle = time.monotonic() - since
             try:
-                called = store.check([_KEY])
+                called = store.check([key])
                 if not called and idle < self._timeout_s:
                     continue
-                store.set(f"{_KEY}/{mesh.rank}", json.dumps(asdict(self._standing(idle))))
-                if called or store.compare_set(_KEY, "", str(mesh.rank)) != str(mesh.rank).encode():
+                store.set(f"{key}/{mesh.rank}", json.dumps(asdict(self._standing(idle))))
+                if called or store.compare_set(key, "", str(mesh.rank)) != str(mesh.rank).encode():
                     return
-                found = _answers(store, mesh.world.size)
+                found = _answers(store, key, mesh.world.size)
             except Exception:  # the store went away with rank 0: the guard says so
                 return
             if not stop.is_set():
@@ -149,14 +150,14 @@ def _stage(rank: int, sizes: Any) -> int:
     return int(rank // (sizes.dp * sizes.tp))
 
 
-def _answers(store: Any, world: int) -> dict[int, Standing]:
+def _answers(store: Any, key: str, world: int) -> dict[int, Standing]:
     deadline = time.monotonic() + _ANSWER_S
     missing = set(range(world))
     found: dict[int, Standing] = {}
     while missing and time.monotonic() < deadline:
         for rank in sorted(missing):
-            if store.check([f"{_KEY}/{rank}"]):
-                found[rank] = Standing(**json.loads(store.get(f"{_KEY}/{rank}")))
+            if store.check([f"{key}/{rank}"]):
+                found[rank] = Standing(**json.loads(store.get(f"{key}/{rank}")))
         missing -= found.keys()
         time.sleep(0.1)
     return found
