@@ -167,7 +167,10 @@ class Placeholder(Tensor):
                 args, kwargs = resolve((args, kwargs))
             if getattr(func, "__name__", "").endswith("_") and not _may_write(func, args, kwargs):
                 return None
-        return (_remembered if _context.recording else _run)(func, args, kwargs or {})
+        try:
+            return (_remembered if _context.recording else _run)(func, args, kwargs or {})
+        except _ReadError as error:
+            raise StageError(str(error)) from None
 
     @classmethod
     @torch.compiler.disable  # functions of the user that are compiled and get placeholders run as they are

@@ -77,6 +77,28 @@ class WithValuesThatTrim(Chain):
         return super().training_step(batch[: 1 + self.global_step % 2], batch_idx)
 
 
+class ReadsTooEarly(Chain):
+    """Looks at an activation before the stage that computes it is reached."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embed(batch)
+        if x.sum() > 0:
+            x = x * 2
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+class Backwards(Chain):
+    """Runs its blocks in another order in every step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embed(batch)
+        for block in reversed(self.blocks) if self.global_step else self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
 class WithLBFGS(Chain):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
@@ -115,6 +137,19 @@ def test_a_value_of_another_stage_written_into_a_tensor_of_this_one_is_not_lost_
     _, (name, message) = run_trainer(2, fault, kind, PP2)
     assert name == StageError.__name__
     assert "writes a value of 'embed'" in message and "test_refusals.py" in message
+
+
+def test_reading_a_value_before_its_stage_names_the_line() -> None:
+    _, (name, message) = run_trainer(2, fault, ReadsTooEarly, PP2)
+    assert name == StageError.__name__
+    assert "test_refusals.py" in message and "(if x.sum() > 0:)" in message and "reads the value" in message
+    assert "it comes from 'embed'" in message and "pipeline_parallel=1" in message
+
+
+def test_blocks_out_of_order_are_named() -> None:
+    for name, message in run_trainer(2, fault, Backwards, PP2):
+        assert name == StageError.__name__
+        assert "was called out of order" in message and "'blocks.3'" in message and "test_refusals.py" in message
 
 
 def test_shapes_that_depend_on_values_are_refused_before_anything_wrong_is_sent() -> None:
