@@ -8,6 +8,7 @@ from typing import TypeVar
 from lightning_3d.collectives import all_gather_object
 from lightning_3d.errors import CheckpointError
 from lightning_3d.mesh import Mesh, where
+from lightning_3d.waiting import waiting, working
 
 T = TypeVar("T")
 
@@ -16,16 +17,25 @@ def together(mesh: Mesh, what: str, action: Callable[[], T]) -> T:
     """The result of ``action``, if it succeeds on all ranks.
 
     Raises:
-        CheckpointError: On every rank, when it failed on any: says where and why.
+        CheckpointError: On every rank, when it failed on any: says where and why. On those that have waited too long
+            for another: says for which, and what it is at.
     """
     result: T | None = None
     failure: Exception | None = None
     try:
-        result = action()
+        with working(mesh, what), waiting(mesh, what, CheckpointError):
+            result = action()
     except Exception as error:
         failure = error
     own = None if failure is None else describe(failure)
-    failures = {rank: text for rank, text in enumerate(all_gather_object(own, mesh.control_world)) if text is not None}
+    try:
+        with waiting(mesh, what, CheckpointError):
+            texts_by_rank = all_gather_object(own, mesh.control_world)
+    except (RuntimeError, CheckpointError) as broken:
+        if failure is None:
+            raise
+        raise failure from broken  # what this rank knows says more than that the others cannot be reached
+    failures = {rank: text for rank, text in enumerate(texts_by_rank) if text is not None}
     if failures:
         texts = list(dict.fromkeys(failures.values()))
         if len(texts) == 1 and isinstance(failure, CheckpointError) and len(failures) == mesh.world.size:

@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_3d.collectives import all_reduce
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
+from lightning_3d.waiting import waiting
 
 _REDUCTIONS: dict[str, Literal["sum", "max", "min", "avg"]] = {
     "mean": "avg",
@@ -52,7 +53,8 @@ class ReplicaStrategy(ParallelStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         if _distributed_is_initialized():
-            dist.barrier(group=self.topology.control_world.group)
+            with waiting(self.topology, f"Barrier ({name or 'of all ranks'})"):
+                dist.barrier(group=self.topology.control_world.group)
 
     @override
     def reduce(

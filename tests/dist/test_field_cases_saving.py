@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
 import threading
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from lightning_3d.checkpoint import directory, is_checkpoint, save, writer
 from lightning_3d.checkpoint.full import consolidate
+from lightning_3d.config import Sizes
+from lightning_3d.errors import CheckpointError
+from lightning_3d.mesh import build_mesh
+from tests.checkpoint_model import build
 from tests.dist.lightning_modules import Mesh, Tokens, loader, make_trainer, on_ranks, rows, seeded, whole_weights
-from tests.harness import RankFailure
+from tests.harness import RankFailure, run_ranks
 
 BATCH, BATCHES = 4, 8
 
@@ -148,3 +157,61 @@ def test_c45_a_hundred_kills_of_eight_ranks(tmp_path: Path) -> None:
     rounds = int(os.environ.get("LIGHTNING_3D_KILLS", "100"))
     steps = kill_and_go_on(tmp_path, (2, 2, 2), rounds=rounds, longest_s=8.0, seed=int(time.time()))
     print(f"{rounds} kills, {steps} steps")
+
+
+class Slow(Tokens):
+    """Rank 0 prepares the data for long."""
+
+    seconds = 0.0
+
+    def prepare_data(self) -> None:
+        time.sleep(self.seconds)
+
+
+def work_alone(mesh: Mesh, folder: str, limit: float, seconds: float) -> bool:
+    """Train with one save, in a job whose collectives may take ``limit`` seconds."""
+    module = seeded(Slow)
+    module.seconds = seconds
+    publish = directory.publish
+    directory.publish = lambda path: (time.sleep(seconds), publish(path))  # rank 0 calls it
+    keeper = ModelCheckpoint(folder, "kept", every_n_train_steps=2)
+    options = {"timeout_s": limit}
+    trainer = make_trainer(mesh, options, callbacks=[keeper], max_steps=3, enable_checkpointing=True)
+    trainer.fit(module, loader(rows(BATCH * 3), BATCH, mesh))
+    directory.publish = publish
+    return is_checkpoint(f"{folder}/kept.ckpt")
+
+
+@pytest.mark.slow
+def test_c51_rank_zero_may_work_longer_alone_than_a_collective_may_take(tmp_path: Path) -> None:
+    assert on_ranks(work_alone, (1, 2, 1), str(tmp_path), 10.0, 12.0) == [True, True]
+
+
+def wait_too_long(rank: int, world: int, folder: str) -> list[str]:
+    """What is raised when rank 0 is slow at writing, and when it is slow at the end."""
+    meshes = [build_mesh(Sizes(pp=1, dp=2, tp=1), torch.device("cpu"), timedelta(seconds=3)) for _ in range(2)]
+    state = build(Sizes(pp=1, dp=2, tp=1), shard=False).state
+    naps: list[float] = []
+
+    def nap(then: Callable[..., Any], *args: Any) -> Any:
+        if rank == 0 and naps:
+            time.sleep(naps.pop())
+        return then(*args)
+
+    messages = []
+    for mesh, module, name in zip(meshes, (writer, directory), ("checksum", "publish"), strict=True):
+        dist.barrier()  # whose limit is that of the test
+        naps[:] = [8.0]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, name, functools.partial(nap, getattr(module, name)))
+            with pytest.raises(CheckpointError if rank else Exception) as caught:
+                save(f"{folder}/c", {"global_step": 1}, state, mesh)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_c51_who_waits_too_long_says_for_which_rank_and_what(tmp_path: Path) -> None:
+    messages = run_ranks(wait_too_long, 2, str(tmp_path))[1]
+    for message, phase in zip(messages, ("Writing the checkpoint", "Saving to"), strict=True):
+        assert f"rank 0 (pp0 dp0 tp0), which is at: {phase}" in message
+        assert "rank 1 (pp0 dp1 tp0) has waited" in message and "wait_timeout_s" in message

@@ -32,7 +32,7 @@ LAYERS = """
     random
     fingerprint
     initialization
-    collectives  placeholder  example_inputs
+    collectives  waiting  placeholder  example_inputs
     provenance
     mesh
     config  progress
