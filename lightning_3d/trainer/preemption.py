@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_3d.mesh import Mesh
 from lightning_3d.trainer.failure import FailureGuard, say
+from lightning_3d.trainer.state import StatefulStrategy
 
 STOP, REQUEUE = 1, 2
 """What a signal asks for: to save and end, and under SLURM also to be started again."""
@@ -211,6 +212,8 @@ class Preemption:
         if path is None:
             return
         trainer.save_checkpoint(path)
+        assert isinstance(trainer.strategy, StatefulStrategy)
+        trainer.strategy.finish_saving()
         if trainer.is_global_zero:
             say(f"Asked to stop: all ranks have finished step {trainer.global_step} and saved {path}.\n")
 
