@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_3d.pipeline.cache_effects import CacheEffects, CacheWatch
 from lightning_3d.pipeline.caches import is_cache
+from lightning_3d.pipeline.signature import signature
 from lightning_3d.placeholder import Placeholder, lost_writes, resolve
 from lightning_3d.tensor_parallel.clone import Ground, trial_clone, trial_tensor
 
@@ -22,24 +25,31 @@ class StandIn:
         self._forward = module.forward
         self._module = module
         self._name = name
-        self._memory: dict[Any, tuple[list[Any], Any]] = {}
+        self._memory: dict[Any, list[_Answer]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer as the module would, with placeholders."""
-        inputs: list[Tensor] = []
+        given: list[Any] = []
+        caches: list[Any] = []
         with torch._C.DisableTorchFunctionSubclass():  # placeholders answer for themselves
-            signature = _signature((args, kwargs), inputs)
-        key = None if signature is None else (signature, self._module.training, torch.is_grad_enabled())
-        if key is not None and key in self._memory:
-            answer, out_spec = self._memory[key]
-        else:
-            args, kwargs = resolve((args, kwargs))
-            outputs, out_spec = pytree.tree_flatten(self._compute(args, kwargs))
-            answer = [self._describe(leaf, inputs) for leaf in outputs]
-            if key is not None and not any(isinstance(item, Tensor) for item in answer):
-                self._memory[key] = (answer, out_spec)
-        outputs = [self._recall(item, inputs) for item in answer]
-        return outputs[0] if out_spec.is_leaf() else pytree.tree_unflatten(outputs, out_spec)
+            known = signature((args, kwargs), given, caches)
+            key = None if known is None else (known, self._module.training, torch.is_grad_enabled())
+            for answer in self._memory.get(key, ()):
+                found = list(given)
+                if answer.effects.apply_to(caches, found):
+                    answer.effects.repeat(caches, partial(self._recall, given=found))
+                    return self._recalled(answer, found)
+        args, kwargs = resolve((args, kwargs))
+        watch = CacheWatch(caches, given)
+        with watch.watching():
+            outputs, spec = pytree.tree_flatten(self._compute(args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            effects = watch.effects(partial(self._describe, given=given))
+            answer = _Answer([self._describe(leaf, given) for leaf in outputs], spec, effects or CacheEffects())
+            leaves = (*answer.outputs, *answer.effects.leaves())
+            if key is not None and effects is not None and not any(isinstance(leaf, Tensor) for leaf in leaves):
+                self._memory.setdefault(key, []).append(answer)
+        return self._recalled(answer, given)
 
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module gives, with placeholders for what depends on those given.
@@ -71,17 +81,22 @@ class StandIn:
         return copy.deepcopy(self._forward, memo)
 
     @staticmethod
-    def _describe(leaf: Any, inputs: list[Tensor]) -> Any:
-        for index, given in enumerate(inputs):
-            if leaf is given:
+    def _describe(leaf: Any, given: list[Any]) -> Any:
+        known = leaf.bound if isinstance(leaf, Placeholder) and leaf.bound is not None else leaf
+        for index, item in enumerate(given):
+            if known is item:
                 return _Input(index)
         if isinstance(leaf, Placeholder):
             return _Fact(leaf.meta, leaf.device, leaf.requires_grad)
         return leaf
 
-    def _recall(self, item: Any, inputs: list[Tensor]) -> Any:
+    def _recalled(self, answer: _Answer, given: list[Any]) -> Any:
+        outputs = [self._recall(item, given) for item in answer.outputs]
+        return outputs[0] if answer.spec.is_leaf() else pytree.tree_unflatten(outputs, answer.spec)
+
+    def _recall(self, item: Any, given: list[Any]) -> Any:
         if isinstance(item, _Input):
-            return inputs[item.index]
+            return given[item.index]
         if isinstance(item, _Fact):
             return Placeholder(item.meta, item.device, item.requires_grad, origin=self._name)
         return item
@@ -109,31 +124,9 @@ def _try_on_host(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         return clone(*args, **kwargs)
 
 
-def _signature(tree: Any, tensors: list[Tensor]) -> Any:
-    """What decides the shapes that a module answers with; ``None`` if that cannot be told. Collects the tensors."""
-    kind = type(tree)
-    if isinstance(tree, Tensor):
-        if isinstance(tree, Placeholder) and tree.bound is not None:
-            tree = tree.bound
-        tensors.append(tree)
-        return isinstance(tree, Placeholder), tree.shape, tree.dtype, tree.requires_grad
-    if tree is None or isinstance(tree, bool | int | float | str | torch.dtype | torch.device):
-        return kind, tree
-    layout: Any = kind
-    if kind is dict:
-        layout, tree = tuple(tree), tree.values()
-    elif kind is not tuple and kind is not list:
-        if pytree.tree_is_leaf(tree):
-            return None
-        tree, spec = pytree.tree_flatten(tree)
-        layout = str(spec)
-    parts = [_signature(item, tensors) for item in tree]
-    return None if any(part is None for part in parts) else (layout, *parts)
-
-
 @dataclass(frozen=True)
 class _Input:
-    """The answer is the input tensor of this number."""
+    """The answer is the tensor or store of this number among those given."""
 
     index: int
 
@@ -145,3 +138,12 @@ class _Fact:
     meta: Tensor
     device: torch.device
     requires_grad: bool
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a call gave: described leaves, their structure, and what it did to stores of keys and values."""
+
+    outputs: list[Any]
+    spec: pytree.TreeSpec
+    effects: CacheEffects
