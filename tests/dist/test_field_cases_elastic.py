@@ -1,0 +1,73 @@
+"""C50 and its kin: ranks, agents and nodes disappear and come back, and the run is the one that nothing happened to."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import elastic_job
+from tests.torchrun import ROOT, Agents
+
+START_S = 120.0
+
+
+@pytest.fixture
+def agents(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Agents]:
+    nodes, ranks, arguments = request.param
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = [ROOT / "tests" / "elastic_job.py", tmp_path, *arguments]
+    group = Agents(tmp_path, f"127.0.0.1:{port}", job, nodes, ranks)
+    yield group
+    group.stop()
+
+
+def undisturbed(folder: Path, steps: int) -> dict[int, float]:
+    """Losses by step of one process."""
+    folder.mkdir()
+    elastic_job.train(str(folder), 1, 1, 1, steps, pause_s=0.0, elastic=False)
+    return losses([json.loads(line) for line in (folder / "steps").read_text().splitlines()])
+
+
+def losses(steps: list[dict[str, Any]]) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in steps}
+
+
+def of(sizes: list[int], at_least: int = 1) -> Any:
+    """Whether the newest steps, so many at least, ran at these sizes (pp, dp, tp)."""
+    return lambda steps: len(steps) >= at_least and all(line["sizes"] == sizes for line in steps[-at_least:])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("agents", [(2, 1, (1, 1, 2, 40))], indirect=True)
+def test_c50_a_killed_agent_costs_the_steps_since_the_last_checkpoint_and_its_return_none(
+    agents: Agents, tmp_path: Path
+) -> None:
+    first, second = agents.start(), agents.start()
+    agents.wait(of([1, 2, 1], elastic_job.EVERY + 2), START_S)
+    orphans = agents.children(second)
+    agents.kill(second)
+    alone = agents.wait(of([1, 1, 1], 3), START_S)
+    assert not [process for process in orphans if process.is_running()], "ranks outlived their agent"
+    third = agents.start()
+    agents.wait(of([1, 2, 1], 3), START_S)
+    for number in (first, third):
+        assert agents.agents[number].wait(START_S) == 0, agents.text()[-6000:]
+    steps = agents.steps()
+    expected = undisturbed(tmp_path / "undisturbed", 40)
+    assert losses(steps).keys() == expected.keys()
+    for line in steps:
+        assert line["loss"] == pytest.approx(expected[line["step"]], rel=1e-6), line
+    numbers = [line["step"] for line in steps]
+    back = [(a, b) for a, b in pairwise(numbers) if b != a + 1]
+    assert len(back) <= 1 and all(a - b < elastic_job.EVERY + 1 for a, b in back), numbers
+    assert len(steps) > len(alone)
+    assert "the process that launched rank" in agents.text()
