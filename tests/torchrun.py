@@ -104,3 +104,51 @@ class Agents:
                 process.send_signal(signal.SIGKILL)
         for agent in self.agents:
             agent.wait(10)
+
+
+class Hosts:
+    """Two machines, as far as a network can tell: namespaces joined by a virtual cable.
+
+    Raises:
+        OSError: Namespaces cannot be made here.
+    """
+
+    addresses = ("10.87.0.1", "10.87.0.2")
+
+    def __init__(self, name: str) -> None:
+        self.names = (f"{name}a", f"{name}b")
+        self._links = tuple(f"v{name}" for name in self.names)
+        try:
+            for host in self.names:
+                _ip("netns", "add", host)
+            _ip("link", "add", self._links[0], "type", "veth", "peer", "name", self._links[1])
+            for host, link, address in zip(self.names, self._links, self.addresses, strict=True):
+                _ip("link", "set", link, "netns", host)
+                _ip("-n", host, "addr", "add", f"{address}/24", "dev", link)
+                _ip("-n", host, "link", "set", "lo", "up")
+                _ip("-n", host, "link", "set", link, "up")
+        except BaseException:
+            self.remove()
+            raise
+
+    def prefix(self, host: int) -> list[str]:
+        """What a command begins with that is to run on a host."""
+        return ["ip", "netns", "exec", self.names[host], "env", f"GLOO_SOCKET_IFNAME={self._links[host]}"]
+
+    def cable(self, plugged: bool) -> None:
+        """Plug or pull it."""
+        _ip("-n", self.names[1], "link", "set", self._links[1], "up" if plugged else "down")
+
+    def remove(self) -> None:
+        """Leave nothing behind; cables go with their namespaces."""
+        for host in self.names:
+            with contextlib.suppress(OSError):
+                _ip("netns", "delete", host)
+        with contextlib.suppress(OSError):
+            _ip("link", "delete", self._links[0])
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")

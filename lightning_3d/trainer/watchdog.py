@@ -71,11 +71,12 @@ class Watchdog:
             return
         store = dist.distributed_c10d._get_default_store()
         store = store.clone() if hasattr(store, "clone") else store
-        self._stop.clear()
+        self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._watch, args=(mesh, store), name="lightning-3d-watchdog", daemon=True
         )
         self._thread.start()
+        threading.Thread(target=self._alarm, args=(self._stop,), name="lightning-3d-alarm", daemon=True).start()
 
     def stop(self) -> None:
         """At the end of a run."""
@@ -104,6 +105,19 @@ class Watchdog:
             if not stop.is_set():
                 self._guard.trip(report(found, mesh, self._timeout_s), announce=True)
             return
+
+    def _alarm(self, stop: threading.Event) -> None:
+        """For the case that the store is out of reach: then no question and no answer comes through, or an error."""
+        seen, since = self._progress.count, time.monotonic()
+        while not stop.wait(1.0):
+            if self._progress.count != seen:
+                seen, since = self._progress.count, time.monotonic()
+            elif time.monotonic() - since > self._timeout_s + 2 * _ANSWER_S:
+                self._guard.trip(
+                    f"no progress for {self._timeout_s:g} s (hang_timeout_s), and the store, which lives with rank 0,"
+                    " does not answer"
+                )
+                return
 
     def _standing(self, idle_s: float) -> Standing:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)

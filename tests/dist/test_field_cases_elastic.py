@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Iterator
 from itertools import pairwise
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests import elastic_job
-from tests.torchrun import ROOT, Agents
+from tests.torchrun import ROOT, Agents, Hosts
 
 START_S = 120.0
 
@@ -71,3 +72,41 @@ def test_c50_a_killed_agent_costs_the_steps_since_the_last_checkpoint_and_its_re
     assert len(back) <= 1 and all(a - b < elastic_job.EVERY + 1 for a, b in back), numbers
     assert len(steps) > len(alone)
     assert "the process that launched rank" in agents.text()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    try:
+        pair = Hosts(f"l{os.getpid()}")
+    except OSError as error:  # neither root nor a namespace of one's own
+        pytest.skip(str(error))
+    yield pair
+    pair.remove()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_c50_a_node_out_of_reach_is_left_behind_and_taken_in_again(hosts: Hosts, tmp_path: Path) -> None:
+    """Two machines at tp2·dp2: the cable between them is pulled, and plugged again later."""
+    job = [ROOT / "tests" / "elastic_job.py", tmp_path, 2, 1, 2, 60]
+    agents = Agents(tmp_path, f"{hosts.addresses[0]}:29400", job, nodes=2, ranks=2)
+    try:
+        first, second = (agents.start(hosts.prefix(host), hosts.addresses[host]) for host in range(2))
+        agents.wait(of([1, 2, 2], elastic_job.EVERY + 2), START_S)
+        hosts.cable(plugged=False)
+        agents.wait(of([1, 1, 2], 3), 2 * START_S)
+        assert "(pp0 dp1 tp0), stage 0, does not answer" in agents.text()
+        for process in agents.children(second):
+            process.kill()
+        agents.kill(second)  # the machine starts again
+        hosts.cable(plugged=True)
+        third = agents.start(hosts.prefix(1), hosts.addresses[1])
+        agents.wait(of([1, 2, 2], 3), START_S)
+        for number in (first, third):
+            assert agents.agents[number].wait(START_S) == 0, agents.text()[-6000:]
+        expected = undisturbed(tmp_path / "undisturbed", 60)
+        assert losses(agents.steps()).keys() == expected.keys()
+        for line in agents.steps():
+            assert line["loss"] == pytest.approx(expected[line["step"]], rel=1e-6), line
+    finally:
+        agents.stop()
