@@ -101,6 +101,11 @@ def noted(folder: Path, name: str) -> list[str]:
     return [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")] if file.exists() else []
 
 
+def _step(path: Path) -> int:
+    """From ``step=7.ckpt``, or ``step=7-v1.ckpt`` where a kill came between the save of step 7 and the link to it."""
+    return int(path.stem.removeprefix("step=").partition("-")[0])
+
+
 def check(folder: Path) -> int:
     """Every checkpoint there is loads whole, ``last`` leads to one, and nothing that was complete is lost."""
     complete = max((int(line) for line in noted(folder, "complete")), default=0)
@@ -111,11 +116,11 @@ def check(folder: Path) -> int:
         assert entry.exists(), f"{entry.name} leads to {os.readlink(entry)}, which is not there"
         consolidate(entry)
         if not entry.is_symlink():
-            steps.append(int(entry.stem.removeprefix("step=")))
+            steps.append(_step(entry))
     assert max(steps, default=0) >= complete
     if complete > 1:  # the very first link follows the first checkpoint
         last = kept / "last.ckpt"
-        assert int(last.resolve().stem.removeprefix("step=")) >= complete - 1
+        assert _step(last.resolve()) >= complete - 1
     return complete
 
 
@@ -130,6 +135,7 @@ def kill_and_go_on(folder: Path, mesh: Mesh, rounds: int, longest_s: float, seed
             background = number % 4 in (1, 2)
             on_ranks(train, mesh, str(folder), 10**6, background, dict.fromkeys(victims, moment), timeout=300)
         check(folder)
+        Noted(folder, 0)._note("rounds", f"{number + 1}")
     steps = check(folder) + 3
     weights = on_ranks(train, mesh, str(folder), steps, timeout=110)[0]
     # A kill between a save and the removal after it leaves one checkpoint more, as under the stock Trainer.
