@@ -57,6 +57,8 @@ from lightning_3d.trainer.watchdog import Watchdog
 
 Size = int | Literal["auto"]
 
+_LAST_SAVE_S = 600.0
+"""How long a rank that fails waits for a save under way before it tells the others."""
 _LAST_CHANCE_S = 5.0
 """How long a rank that stops because of another one lets a save under way go on."""
 
@@ -405,5 +407,6 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
         if self._preemption.handles(exception):
             return
         # Before the others hear of it: they take part in the save until then.
-        self._give_up_saving(_LAST_CHANCE_S if self.guard.has_failed else self._patience.total_seconds())
+        longest = min(_LAST_SAVE_S, self._patience.total_seconds())
+        self._give_up_saving(_LAST_CHANCE_S if self.guard.has_failed else longest)
         self.guard.failed(exception)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_3d.checkpoint import writer
+from lightning_3d.checkpoint import directory, is_checkpoint, writer
 from lightning_3d.errors import CheckpointError
 from tests.dist.lightning_modules import Mesh, Tokens, loader, make_trainer, on_ranks, rows, seeded, whole_weights
 
@@ -155,3 +156,22 @@ def test_a_full_disk_on_one_rank_is_told_on_all_and_training_can_go_on(tmp_path:
             assert "rank 1 (pp0 dp1 tp0)" in message and "No space left on device" in message
         assert files == ["last.ckpt", "step=1.ckpt"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["kept"]
+
+
+class Breaks(Callback):
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 2:
+            raise ArithmeticError("the user's own")
+
+
+def test_a_save_under_way_is_complete_before_an_error_ends_the_run(tmp_path: Path, monkeypatch: Any) -> None:
+    publish = directory.publish
+    monkeypatch.setattr(directory, "publish", lambda path: (time.sleep(0.5), publish(path)))
+    keeper = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2)
+    callbacks = [Breaks(), keeper]
+    trainer = make_trainer((1, 1, 1), {"async_save": True}, callbacks=callbacks, max_steps=4, enable_checkpointing=True)
+    with pytest.raises(ArithmeticError):
+        trainer.fit(seeded(Watched), loader(rows(BATCH * STEPS), BATCH, (1, 1, 1)))
+    assert is_checkpoint(tmp_path / "step=2.ckpt")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step=2.ckpt"]
+    assert "file_exists" not in vars(keeper)
