@@ -69,7 +69,7 @@ class FailureGuard:
         self.each_period: Callable[[set[int], Any, str], None] | None = None
         """Called from the thread, with the signals that came, the store and :attr:`scope`."""
         self.patient = False
-        """Whether the main thread may stand still though a signal has asked it to stop: it saves."""
+        """Whether the main thread may stand still though a signal has asked it to stop."""
         self._external = False
         self._siblings: Siblings | None = None
         self._armed = False

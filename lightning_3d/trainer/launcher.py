@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -27,6 +27,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
 from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError
@@ -209,13 +210,16 @@ class ProcessLauncher(_MultiProcessingLauncher):
         )
         self.procs = list(started.processes)
         try:
-            self._wait(started.error_files, file)
+            with _passing_on(signal.SIGTERM, self.procs[0]):
+                self._wait(started.error_files, file)
         except BaseException:
             leave_note(file, "The job was stopped.")
             _end_together(self.procs, _join_all)
             raise
         finally:
             file.unlink(missing_ok=True)
+        if results.empty():  # a signal has asked the ranks to stop, and they have done so in good order
+            raise SIGTERMException
         output = results.get()
         if trainer is None:
             return output
@@ -294,6 +298,24 @@ class _Start:
         # A forkserver is as old as its first use: its children do not see what was set since.
         os.environ.update(self.environment)
         self.state.restore()
+
+
+@contextlib.contextmanager
+def _passing_on(signum: signal.Signals, process: Any) -> Iterator[None]:
+    """What is asked of this process, which only waits, is asked of the one that works."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def pass_on(*_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signum)
+
+    before = signal.signal(signum, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(signum, before)
 
 
 def _seed_variables() -> dict[str, str]:

@@ -79,6 +79,7 @@ class Preemption:
             if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and not _requeues(trainer):
                 signal.signal(signal.SIGUSR1, self._on_user_signal)
         self._guard.each_period = self._look
+        self._guard.patient = self._grace_s is not None
         return self
 
     def remove(self) -> None:
@@ -88,7 +89,7 @@ class Preemption:
         for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
             vars(self._trainer._signal_connector).pop(name, None)
         vars(self._trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
-        self._guard.each_period = None
+        self._guard.each_period, self._guard.patient = None, False
         self._trainer = None
 
     def _on_stop(self, signum: int, _: Any) -> None:
@@ -198,7 +199,7 @@ class Preemption:
             with _as_resumed(trainer):
                 self._save(trainer)
         finally:
-            self._guard.patient = False
+            self._guard.patient = self._grace_s is not None
 
     def _save(self, trainer: pl.Trainer) -> None:
         connector = trainer._signal_connector

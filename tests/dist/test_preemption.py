@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -172,3 +176,79 @@ def test_one_rank_alone_stops_too(tmp_path: Path) -> None:
     assert {**first.losses, **second.losses} == pytest.approx(expected.losses, rel=1e-10)
     assert first.logged + second.logged == expected.logged
     assert ThreeDStrategy().config.preemption_grace_s is None
+
+
+class Slow(Learns):
+    """A step that takes far too long on one rank, once."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            for _ in range(600):
+                time.sleep(0.1)
+        return loss
+
+
+def run_out_of_time(mesh: Mesh, second: bool) -> tuple[str, float]:
+    said, start = io.StringIO(), time.monotonic()
+    trainer = make_trainer(mesh, {} if second else {"preemption_grace_s": 1.0})
+    if trainer.global_rank == 0:
+        for delay in (3.0, 9.0) if second else (3.0,):
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with contextlib.redirect_stderr(said), contextlib.suppress(BaseException):
+        trainer.fit(seeded(Slow), loader(rows(16), 4, mesh))
+    return said.getvalue(), time.monotonic() - start
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["the grace is over", "a second signal"])
+def test_a_step_that_takes_too_long_ends_without_a_save(second: bool) -> None:
+    results = on_ranks(run_out_of_time, (1, 2, 1), second)
+    text = "".join(said for said, _ in results)
+    expected = (
+        "was asked by a second SIGTERM" if second else "was asked to stop and has not within 1 s (preemption_grace_s)"
+    )
+    assert f"rank 0 (pp0 dp0 tp0) {expected}" in text
+    assert max(seconds for _, seconds in results) < 55
+
+
+def requeue(mesh: Mesh, folder: str, job: dict[str, str]) -> Any:
+    os.environ.update(job)
+    os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+    first, second = Sends("step", 1, signal.SIGUSR1), Sends("never", 0)
+    seen = []
+    for sends in (first, second):
+        environment = SLURMEnvironment(auto_requeue=True)
+        rank, world = int(os.environ["RANK"]), mesh[0] * mesh[1] * mesh[2]
+        for name, value in {"local_rank": rank, "global_rank": rank, "world_size": world, "node_rank": 0}.items():
+            setattr(environment, name, lambda value=value: value)
+        trainer = make_trainer(
+            mesh,
+            {"cluster_environment": environment},
+            callbacks=[sends],
+            max_epochs=EPOCHS,
+            val_check_interval=2,
+            default_root_dir=folder,
+        )
+        with contextlib.suppress(SIGTERMException):
+            trainer.fit(seeded(Learns), loader(rows(16), BATCH, mesh, collate_fn=shifted), loader(rows(8), 4, mesh))
+        seen.append(dict(sends.losses))
+    return seen
+
+
+def test_slurm_requeues_once_after_one_save_of_all_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "scontrol"
+    script.write_text(f"#!/bin/sh\necho $@ >> {tmp_path}/requests\n")
+    script.chmod(0o755)
+    job = {
+        "SLURM_JOB_ID": "77",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_LOCALID": "0",
+    }
+    results = on_ranks(requeue, (2, 1, 1), str(tmp_path), job)
+    assert (tmp_path / "requests").read_text() == "requeue 77\n"
+    assert [path.name for path in tmp_path.glob("hpc_ckpt_*")] == ["hpc_ckpt_1.ckpt"]
+    for before, after in results:
+        assert before and after and not before.keys() & after.keys()
+        assert sorted({**before, **after}) == list(range(BATCHES * EPOCHS))
