@@ -60,10 +60,14 @@ class Watchdog:
     def __init__(self, guard: FailureGuard, progress: Progress, timeout_s: float | None) -> None:
         self._guard = guard
         self._progress = progress
+        self._arguments = (guard, progress, timeout_s)
         self._wanted = timeout_s is not None
         self._timeout_s = timeout_s or 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Watchdog, self._arguments  # what it watches is this process
 
     def start(self, mesh: Mesh) -> None:
         """Once the process group stands, and again at each later run; one rank alone is not watched."""
