@@ -103,8 +103,8 @@ class FailureGuard:
         Args:
             external: Not one of ours, so nobody but the ranks themselves tells when a process ends without a word.
         """
-        self._external = external
-        if external and _TORCHRUN_VARIABLE in os.environ:
+        self._external = external and _FILE_VARIABLE not in os.environ
+        if self._external and _TORCHRUN_VARIABLE in os.environ:
             self._parent = os.getppid()  # an agent that is killed leaves its workers behind
         if file := os.environ.get(_FILE_VARIABLE):
             self._file = Path(file)
