@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,3 +126,9 @@ def test_files_are_short_and_their_names_say_what_they_hold(path: Path) -> None:
         assert not NAMELESS.search(part), (
             f"{path.relative_to(PACKAGE.parent)}: code lives where its noun lives, not in {part}"
         )
+
+
+def test_no_folder_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:
+    left_out = pytestconfig.getini("norecursedirs")
+    folders = {path.parent.name for path in (PACKAGE.parent / "tests").rglob("test_*.py")}
+    assert not [name for name in folders if any(fnmatch.fnmatch(name, pattern) for pattern in left_out)]
