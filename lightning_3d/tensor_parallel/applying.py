@@ -349,8 +349,9 @@ def _wrap_chains(module: nn.Module, plan: Plan, mesh: Mesh, twins: Mapping[str, 
         first, last = kinds[chain[0]], kinds[chain[-1]]
         if first.sequence_dim is None or last.sequence_dim is None or first.call is None:
             continue
+        place, dims = _hidden_states(first)
         for block in (module.get_submodule(chain[0]), *_twin_of(chain[0], twins)):
-            scatter_before(block, chain[0], mesh.tp, first.sequence_dim, _hidden_position(first))
+            scatter_before(block, chain[0], mesh.tp, first.sequence_dim, place, dims)
         for block in (module.get_submodule(chain[-1]), *_twin_of(chain[-1], twins)):
             gather_after(block, mesh.tp, last.sequence_dim)
 
@@ -359,13 +360,14 @@ def _twin_of(name: str, twins: Mapping[str, nn.Module]) -> list[nn.Module]:
     return [twins[name]] if name in twins else []
 
 
-def _hidden_position(block: BlockPlan) -> Position:
+def _hidden_states(block: BlockPlan) -> tuple[Position, int]:
+    """Which argument holds the hidden states, and how many dims they have."""
     assert block.call is not None
     places: list[tuple[Position, object]] = [*enumerate(block.call.args), *block.call.kwargs.items()]
     for place, value in places:
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 2:
-            return place
-    return 0
+            return place, value.dim()
+    return 0, 3
 
 
 def _convert_outside(module: nn.Module, outside: OutsideCut, regions: Regions, cut: _Cutter, plan: Plan) -> None:

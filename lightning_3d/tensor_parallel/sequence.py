@@ -12,7 +12,7 @@ from lightning_3d.tensor_parallel.collectives import gather_from_sequence, scatt
 from lightning_3d.tensor_parallel.layout import Position
 
 
-def scatter_before(block: nn.Module, name: str, axis: Axis, dim: int, hidden: Position) -> None:
+def scatter_before(block: nn.Module, name: str, axis: Axis, dim: int, hidden: Position, dims: int) -> None:
     """Let ``block`` receive this rank's piece of its hidden states.
 
     Args:
@@ -21,6 +21,7 @@ def scatter_before(block: nn.Module, name: str, axis: Axis, dim: int, hidden: Po
         axis: The tensor-parallel axis.
         dim: The sequence dim. A call with a length that does not divide by the axis raises ``ConfigError``.
         hidden: Which argument holds the hidden states.
+        dims: How many dims they had when the plan was made. A call with another number raises ``ConfigError``.
     """
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -32,6 +33,12 @@ def scatter_before(block: nn.Module, name: str, axis: Axis, dim: int, hidden: Po
         else:
             place = hidden  # type: ignore[assignment]
         state: Tensor = holder[place]
+        if state.dim() != dims:
+            raise ConfigError(
+                f"{name} received hidden states of shape {list(state.shape)}, and sequence_parallel was planned for"
+                f" {dims} dims, of which dim {dim} is the sequence. Set example_input_array on the module to an input"
+                " like those of the data, or use sequence_parallel=False, the only way if they have no dim of tokens."
+            )
         if state.shape[dim] % axis.size:
             raise ConfigError(
                 f"{name} received a sequence of {state.shape[dim]}, which sequence_parallel cannot cut evenly over"

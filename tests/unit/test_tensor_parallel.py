@@ -7,7 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.config import ParallelConfig
+from lightning_3d.errors import ConfigError
+from lightning_3d.mesh import Axis
 from lightning_3d.tensor_parallel import ParameterCut, Plan, plan
+from lightning_3d.tensor_parallel.sequence import scatter_before
 from tests.dist.tensor_parallel_models import MODELS, blocks_of, build
 
 
@@ -85,3 +88,10 @@ def test_blocks_that_ask_for_values_are_planned() -> None:
     model = nn.Sequential(_Branching(), _Branching())
     made = plan(model, [["0", "1"]], ParallelConfig(tensor_parallel=2), 2)
     assert [ways.layouts[0].row for _, ways in made.blocks[0].regions] == ["fc2"]
+
+
+def test_sequence_parallel_refuses_hidden_states_without_a_sequence() -> None:
+    block = nn.Linear(16, 4)
+    scatter_before(block, "layers.0", Axis("tp", 2, 0, (0, 1), None), dim=1, hidden=0, dims=3)
+    with pytest.raises(ConfigError, match=r"layers\.0 received hidden states of shape \[4, 16\]"):
+        block(torch.ones(4, 16))
