@@ -46,6 +46,7 @@ class _Context:
     demand: Callable[[list[Placeholder]], bool] | None = None
     random: bool = False
     refuse_writes: bool = False
+    inside: str = ""
 
 
 _context = _Context()
@@ -74,6 +75,16 @@ def recording() -> Iterator[None]:
         yield
     finally:
         _context.recording, _context.demand = False, None
+
+
+@contextmanager
+def inside_of(name: str) -> Iterator[None]:
+    """Within, operations are those of a module that another stage runs: what it keeps of them stays there."""
+    before, _context.inside = _context.inside, name
+    try:
+        yield
+    finally:
+        _context.inside = before
 
 
 def bind_on_demand(demand: Callable[[list[Placeholder]], bool]) -> None:
@@ -267,7 +278,7 @@ def _remembered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     recipe: Recipe | None = None
     for index, item in enumerate(made):
         if isinstance(item, Placeholder) and item.source is None:
-            recipe = recipe or Recipe(func, args, kwargs, random=_context.random)
+            recipe = recipe or Recipe(func, args, kwargs, random=_context.random, inside=_context.inside)
             if not any(item is leaf for leaf in recipe.leaves):
                 item.comes_from((recipe, index))
     return result
@@ -347,24 +358,9 @@ def _collect(tree: Any, found: list[Any]) -> None:
         found.extend(resolve(leaf) for leaf in pytree.tree_leaves(tree))
 
 
-def refuse_foreign(value: object, what: str) -> None:
-    """Refuse a value of a step that only other stages could compute.
-
-    Args:
-        value: What the user's code gave.
-        what: Its role, to begin the message with.
-
-    Raises:
-        StageError: if it is a placeholder whose tensor has not arrived.
-    """
-    if is_placeholder(value) and not (_context.demand and _context.demand([value])):  # type: ignore[list-item]
-        origin = value.origin  # type: ignore[attr-defined]
-        raise StageError(
-            f"{what} needs values that another pipeline stage holds (of {origin!r}, at {user_line()}). Parameters of"
-            " other stages are not sent; what modules give is, if the first batch of the same structure needed it too."
-            " Leave the parameters of other stages out of it (let the optimizer's weight_decay regularise them), use"
-            " the same values in every batch, or use pipeline_parallel=1."
-        )
+def try_bind(value: Placeholder) -> bool:
+    """Ask for the value of a placeholder where the running step can; whether it is bound now."""
+    return _context.demand is not None and _context.demand([value])
 
 
 def placeholder_parameter(parameter: nn.Parameter, device: torch.device, name: str) -> nn.Parameter:

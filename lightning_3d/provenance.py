@@ -34,10 +34,12 @@ class Recipe:
     in place since, cannot be computed again.
     """
 
-    def __init__(self, func: Callable[..., Any], args: Any, kwargs: Any, *, random: bool) -> None:
+    def __init__(self, func: Callable[..., Any], args: Any, kwargs: Any, *, random: bool, inside: str = "") -> None:
         self.leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self._func = func
         self._random = random
+        self.inside = inside
+        """The module of another stage whose code it is, if any."""
         self._versions = [version_of(leaf) for leaf in self.leaves]
         device = next((leaf.device.type for leaf in self.leaves if isinstance(leaf, Tensor)), "cpu")
         self._grad = torch.is_grad_enabled()
@@ -67,6 +69,15 @@ class Recipe:
                 self._results = pytree.tree_leaves(self._func(*args, **kwargs))
             self.leaves = []
         return self._results
+
+
+def kept_inside(name: str) -> str:
+    """What to say of a value that was made within the module of that name and left there, not returned."""
+    return (
+        f"It was computed inside {name!r} and kept there, for example as an attribute (self.aux = ...), which stays on"
+        " the stage that runs it. Return it from there, beside what goes to the next block, and collect it in the model"
+        " that calls the blocks; or use pipeline_parallel=1."
+    )
 
 
 def version_of(value: Any) -> int:

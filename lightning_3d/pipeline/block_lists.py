@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_3d.errors import StageError
 from lightning_3d.pipeline.observe import call_order
+from lightning_3d.pipeline.repeated import is_block_list, repeated_layers
 from lightning_3d.pipeline.teachers import teachers_among
 
 _JOINS_FROM = 0.25
@@ -52,8 +53,8 @@ def find_block_lists(
         return [_named_list(modules, name) for name in names]
     sequence = (order or call_order(module) or ()) if num_chunks > 1 else ()
     calls = Counter(sequence)
-    candidates = {name: child for name, child in modules.items() if name and _is_block_list(child)}
-    asked = teachers_among(module, candidates) if candidates else set()
+    candidates = repeated_layers(module)
+    asked = teachers_among(candidates, lambda: sequence or call_order(module))
     usable = {name: child for name, child in candidates.items() if name not in asked and _each_once(child, name, calls)}
     found = [_block_list(name, modules[name]) for name in _chain(usable, sequence)]
     if _count(found) < num_chunks:
@@ -159,16 +160,9 @@ def _one_in_other(name: str, other: str) -> bool:
     return name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
 
 
-def _is_block_list(module: nn.Module) -> bool:
-    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
-        return False
-    classes = {type(child) for child in module.children()}
-    return len(classes) == 1 and _num_parameters(module) > 0
-
-
 def _named_list(modules: Mapping[str, nn.Module], name: str) -> BlockList:
     if name not in modules or not isinstance(modules[name], nn.ModuleList | nn.Sequential | nn.ModuleDict):
-        lists = [key for key, child in modules.items() if key and _is_block_list(child)]
+        lists = [key for key, child in modules.items() if key and is_block_list(child)]
         raise StageError(
             f"pipeline_blocks names {name!r}, which is not a ModuleList, ModuleDict or Sequential of this model. Lists"
             f" of repeated layers that it has: {', '.join(lists) or 'none'}."

@@ -13,7 +13,7 @@ from lightning_3d.errors import ConfigError, StageError
 from lightning_3d.pipeline.block_lists import BlockList, find_block_lists, in_call_order
 from lightning_3d.pipeline.costs import Costing, Costs, matrix_costs, parameter_costs
 from lightning_3d.pipeline.observe import CallOrder
-from lightning_3d.pipeline.teachers import asked_last
+from lightning_3d.pipeline.teachers import asked_last, teacher_parts
 
 __all__ = ["BlockList", "ChunkMap", "find_block_lists", "share_out"]
 
@@ -30,6 +30,8 @@ class ChunkMap:
     """Module outside the blocks that holds parameters itself -> the chunks that need them."""
     costs: Costs | None = None
     """What the blocks cost; ``None`` where there is one chunk."""
+    order_known: bool = True
+    """Whether the order of calls was seen for the whole model, not for a part of it or not at all."""
 
     @property
     def num_chunks(self) -> int:
@@ -45,7 +47,10 @@ class ChunkMap:
         return max(0, min(bisect_right(self.starts, max(0, call)) - 1, self.num_chunks - 1))
 
     def chunks_of(self, module_name: str) -> tuple[int, ...]:
-        """The chunks that own the module of that name; every chunk for a module that holds no parameters."""
+        """The chunks that own the module of that name.
+
+        One without parameters belongs to the module around it that has some itself; without such, to every chunk.
+        """
         inside = [
             chunk
             for chunk in range(self.num_chunks)
@@ -53,7 +58,10 @@ class ChunkMap:
         ]
         if inside:
             return tuple(inside)
-        return self.outside.get(module_name, tuple(range(self.num_chunks)))
+        name = module_name
+        while name and name not in self.outside:
+            name = name.rpartition(".")[0]
+        return self.outside.get(name, tuple(range(self.num_chunks)))
 
 
 def share_out(
@@ -115,7 +123,8 @@ def share_out(
     for name, positions in outside.items():
         everywhere = range(num_chunks)
         owners[name] = tuple(everywhere if positions is None else sorted({chunk_of_block[i] for i in positions}))
-    return ChunkMap(blocks, tuple(starts), _with_shared(module, owners), costs)
+    order_known = call_order is not None and not getattr(call_order, "within", "")
+    return ChunkMap(blocks, tuple(starts), _with_shared(module, owners), costs, order_known)
 
 
 def _with_shared(module: nn.Module, owners: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -152,7 +161,12 @@ def _positions(
     # The first that is called: blocks before it are a teacher's, which the step alone calls.
     first = next((blocks.index(name) for name in call_order or () if name in blocks), 0)
     running = -1
+    begins = {name.partition(".")[0]: blocks.index(name) for name in reversed(blocks)}
+    furthest = running
     for name in call_order or modules:
+        if not call_order and "." not in name:  # each part by itself: the named lists may be called in another order
+            furthest = max(furthest, running)
+            running = begins[name] - 1 if name in begins else furthest
         if name in blocks:
             running = blocks.index(name, running + 1) if name in blocks[running + 1 :] else blocks.index(name)
         elif name in holders and name not in ancestors:
@@ -163,6 +177,8 @@ def _positions(
     for name in holders - positions.keys():
         known = {"before": frozenset({0}), "after": last}
         positions[name] = known.get(beside.get(name, "")) if name not in ancestors else None
+    aside = teacher_parts(module) - begins.keys() if call_order is None else set()
+    positions.update({name: None for name in holders if name.partition(".")[0] in aside})
     for teacher in asked_last(module, blocks, call_order):
         positions.update({name: last for name in holders if f"{name}.".startswith(f"{teacher}.")})
     return positions

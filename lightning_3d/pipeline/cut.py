@@ -13,7 +13,8 @@ from torch import nn
 
 from lightning_3d.errors import StageError
 from lightning_3d.pipeline.blocks import ChunkMap
-from lightning_3d.pipeline.needs import Exchange, Needs, refuse_unbound
+from lightning_3d.pipeline.foreign import order_of_calls, refuse_unbound
+from lightning_3d.pipeline.needs import Exchange, Needs
 from lightning_3d.pipeline.stand_in import StandIn
 from lightning_3d.placeholder import (
     Placeholder,
@@ -109,6 +110,7 @@ class Cut:
     @contextmanager
     def running(self, chunk: int, exchange: Exchange) -> Iterator[None]:
         """Within, the module acts as ``chunk``, and gets through ``exchange`` what it needs of other chunks."""
+        order_of_calls(self.chunks.order_known)
         self._run = _Run(chunk, exchange, Needs(exchange), entered=chunk == 0)
         swapped = [entry for name, entry in self._twins.items() if chunk not in self.chunks.chunks_of(name)]
         originals = [(parent, key, parent._modules[key]) for parent, key, _ in swapped]

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_3d.errors import StageError
-from lightning_3d.placeholder import Placeholder, leaves_of, resolve, user_line
-from lightning_3d.provenance import Root
+from lightning_3d.placeholder import Placeholder, resolve, user_line
+from lightning_3d.provenance import Root, kept_inside
 
 
 class Exchange(Protocol):
@@ -126,6 +126,8 @@ class Needs:
         if placeholder.source is None:
             return False
         recipe, _ = placeholder.source
+        if recipe.obstacle is not None and recipe.inside:
+            raise StageError(self._begin(placeholder) + f". {kept_inside(recipe.inside)}")
         if recipe.obstacle is not None:
             raise StageError(self._cannot(placeholder, recipe.obstacle))
         return all(self._collect(leaf, roots) for leaf in recipe.leaves if isinstance(leaf, Placeholder))
@@ -152,27 +154,16 @@ class Needs:
         return self._compute(leaf) if isinstance(leaf, Placeholder) else leaf
 
     @staticmethod
-    def _cannot(placeholder: Placeholder, why: str) -> str:
+    def _begin(placeholder: Placeholder) -> str:
         return (
             f"{user_line()} needs a value of shape {tuple(placeholder.shape)} that comes from {placeholder.origin!r} on"
-            f" another pipeline stage, and that cannot be computed here: it {why}. Pass it through the arguments of the"
-            " blocks, compute it within a module, write changes in place as new tensors (x = x + y), or use"
-            " pipeline_parallel=1."
+            " another pipeline stage"
         )
 
-
-def refuse_unbound(tree: Any, where: str) -> None:
-    """Raise if ``tree`` holds a placeholder whose tensor has not arrived.
-
-    Raises:
-        StageError: naming the module the value comes from and ``where`` it is needed.
-    """
-    missing = next((leaf for leaf in leaves_of(tree) if isinstance(leaf, Placeholder)), None)
-    if missing is not None:
-        raise StageError(
-            f"{where!r} needs a value of shape {tuple(missing.shape)} that comes from {missing.origin!r} on another"
-            f" pipeline stage, which has not computed it by then or does not hand it on (at {user_line()}). Give"
-            " `example_input_array` on the LightningModule, so that the order of calls is known and each module runs"
-            " on the stage that calls it; use the same modules for all batches of one structure; or use"
+    @staticmethod
+    def _cannot(placeholder: Placeholder, why: str) -> str:
+        return (
+            f"{Needs._begin(placeholder)}, and that cannot be computed here: it {why}. Pass it through the"
+            " arguments of the blocks, compute it within a module, write changes in place as new tensors (x = x + y), or use"
             " pipeline_parallel=1."
         )

@@ -13,6 +13,7 @@ from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from lightning_3d.example_inputs import example_inputs
+from lightning_3d.pipeline.teachers import teacher_parts
 from lightning_3d.placeholder import lost_writes, placeholder_parameter
 
 
@@ -45,11 +46,14 @@ def call_order(module: nn.Module) -> CallOrder | None:
 
 
 def _targets(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """``module`` and the parts of parts that hold most of its parameters, with their names."""
-    prefix, whole = "", _num_parameters(module)
+    """``module`` and the parts of parts that hold most of its parameters, teachers left out, with their names."""
+    teachers = teacher_parts(module)
+    prefix, whole = "", _num_parameters(module) - sum(_num_parameters(module.get_submodule(name)) for name in teachers)
     while not prefix or not isinstance(module, nn.ModuleList | nn.Sequential):
         yield prefix, module
-        sizes = {name: _num_parameters(child) for name, child in module.named_children()}
+        sizes = {
+            name: _num_parameters(child) for name, child in module.named_children() if prefix or name not in teachers
+        }
         largest = max(sizes, key=lambda name: sizes[name], default="")
         if not largest or 2 * sizes[largest] < whole:
             return

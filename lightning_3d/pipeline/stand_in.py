@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from lightning_3d.pipeline.cache_effects import CacheEffects, CacheWatch
 from lightning_3d.pipeline.caches import is_cache
 from lightning_3d.pipeline.signature import signature
-from lightning_3d.placeholder import Placeholder, lost_writes, resolve
+from lightning_3d.placeholder import Placeholder, inside_of, lost_writes, resolve
 from lightning_3d.tensor_parallel.clone import Ground, trial_clone, trial_tensor
 
 
@@ -58,7 +58,7 @@ class StandIn:
         Whether the shapes are right for real values is seen when the first ones arrive.
         """
         try:
-            with lost_writes():
+            with lost_writes(), inside_of(self._name):
                 return self._forward(*args, **kwargs)
         except Exception as error:
             device = next((leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if _is_floating(leaf)), None)

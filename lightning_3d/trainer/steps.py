@@ -18,9 +18,9 @@ from lightning_3d.config import ParallelConfig, micro_batch_count
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.engine import Step, StepTimes
+from lightning_3d.pipeline.foreign import refuse_foreign
 from lightning_3d.pipeline.micro_batches import MicroBatch, cut, loss_weights, piece_sizes
 from lightning_3d.pipeline.needs import Alone
-from lightning_3d.placeholder import refuse_foreign
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.random import mix_seed
 from lightning_3d.trainer.assembly import Assembly

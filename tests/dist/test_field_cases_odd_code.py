@@ -219,6 +219,38 @@ def test_a_teacher_is_cut_where_both_lists_are_named() -> None:
     assert not any(name.startswith("teacher.blocks.0") for name in held[1][0])
 
 
+class DistilsSilently(LightningModule):
+    """No ``forward``, a deeper frozen teacher registered last, and a loss of hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = Net(4)
+        self.teacher = Net(6).requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden: list[Tensor] = []
+        heads = (self.teacher.head, self.student.head)
+        handles = [head.register_forward_pre_hook(lambda _, given: hidden.append(given[0])) for head in heads]
+        with torch.no_grad():
+            wanted = self.teacher(batch).log_softmax(-1)
+        kl = F.kl_div(self.student(batch).log_softmax(-1), wanted, reduction="none", log_target=True).sum(-1).mean()
+        for handle in handles:
+            handle.remove()
+        self.log("kl", kl)
+        return kl + F.mse_loss(hidden[1], hidden[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.student.parameters(), lr=0.05)
+
+
+def test_a_deeper_teacher_is_known_without_a_forward() -> None:
+    held = check((2, 1, 1), [DistilsSilently])
+    assert not any(name.startswith("teacher") for name in held[0][0])
+    assert any(name.startswith("teacher.blocks.0") for name in held[1][0])
+    assert not any(name.startswith("student.blocks.0") for name in held[1][0])
+    check((2, 1, 1), [DistilsSilently], pipeline_blocks=["teacher.blocks", "student.blocks"], pipeline_split=[6, 4])
+
+
 class Follows(MeanTeacher):
     """The teacher follows the student, as in BYOL and its kin: values in place, and by ``data``."""
 

@@ -21,7 +21,8 @@ from lightning_3d.pipeline.engine import Engine, Step
 from lightning_3d.pipeline.micro_batches import MicroBatch, cut, piece_sizes
 from lightning_3d.pipeline.observe import call_order
 from lightning_3d.pipeline.stage import Stage
-from lightning_3d.placeholder import is_placeholder, refuse_foreign
+from lightning_3d.pipeline.foreign import refuse_foreign
+from lightning_3d.placeholder import is_placeholder
 from tests.harness import RankFailure, run_ranks
 
 CPU = torch.device("cpu")

@@ -132,6 +132,36 @@ def test_values_of_another_stage_are_refused_where_a_number_is_needed(kind: type
     assert "embed" in message and "test_refusals.py" in message
 
 
+class Attends(nn.Module):
+    """Keeps a term of the loss on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mix(x)[:, None]
+        y = nn.functional.scaled_dot_product_attention(y, y, y)[:, 0]
+        self.aux = y.square().mean()
+        return x + y
+
+
+class WithTermsKeptInBlocks(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Attends() for _ in range(4)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + sum(block.aux for block in self.blocks)
+
+
+def test_a_value_kept_on_a_block_of_another_stage_is_called_that() -> None:
+    _, (name, message) = run_trainer(2, fault, WithTermsKeptInBlocks, PP2)
+    assert name == StageError.__name__
+    assert message.startswith("The loss needs values that another pipeline stage holds")
+    assert "computed inside 'blocks." in message and "Return it from there" in message and "random" not in message
+
+
 @pytest.mark.parametrize("kind", [WithValueWritten, WithRunningMean])
 def test_a_value_of_another_stage_written_into_a_tensor_of_this_one_is_not_lost_in_silence(kind: type[Chain]) -> None:
     _, (name, message) = run_trainer(2, fault, kind, PP2)
@@ -167,6 +197,15 @@ def test_lbfgs_is_refused_where_a_rank_holds_a_part_of_the_parameters(options: d
 
 def test_lbfgs_trains_where_every_rank_holds_all_parameters() -> None:
     assert run_trainer(2, fault, WithLBFGS, {"zero_stage": 0}) == [("", "")] * 2
+
+
+@pytest.mark.parametrize(("sizes", "refused"), [((1, 1, 2), True), ((1, 2, 1), True), ((2, 1, 1), False)])
+def test_adafactor_is_refused_where_a_rank_holds_a_part_of_a_parameter(
+    sizes: tuple[int, int, int], refused: bool
+) -> None:
+    optimizer = torch.optim.Adafactor([torch.nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(ConfigError, match="Adafactor") if refused else nullcontext():
+        check_optimizers([optimizer], ParallelConfig(zero_stage=1), Sizes(*sizes))
 
 
 def test_plugins_without_effect_are_refused_when_the_trainer_is_made() -> None:

@@ -168,6 +168,41 @@ def test_a_teacher_is_not_the_model_and_stands_where_the_loss_is() -> None:
     assert chunks.chunks_of("encoder") == (0, 1), "what feeds the blocks may be asked anywhere"
 
 
+class NeverSaysHow(nn.Module):
+    """Parts that only a step calls, none of them by a ``forward``."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+def test_without_a_forward_a_larger_frozen_model_of_the_same_layers_is_a_teacher() -> None:
+    for names in (("student", "teacher"), ("teacher", "student")):
+        parts = {"student": Gpt(4), "teacher": Gpt(8, width=16).requires_grad_(False)}
+        model = NeverSaysHow(**{name: parts[name] for name in names})
+        order = call_order(model)
+        assert order is not None and order.within == "student", "the larger part is not the one that trains"
+        lists = find_block_lists(model, num_chunks=2, order=order)
+        assert [item.name for item in lists] == ["student.layers"]
+        for known in (order, None):
+            chunks = share_out(model, lists, 2, "uniform", known)
+            assert not chunks.order_known
+            assert chunks.chunks_of("student.embed") == ((0, 1) if known else (0,)), "tied to the head"
+            assert chunks.chunks_of("student.norm") == ((1,) if known else (0,))
+            assert chunks.chunks_of("teacher.embed") == chunks.chunks_of("teacher.layers.7.1") == (1,)
+        both = find_block_lists(model, ["teacher.layers", "student.layers"])
+        chunks = share_out(model, both, 2, [8, 4], None)
+        assert chunks.chunks_of("teacher.layers.7") == (0,) and chunks.chunks_of("student.layers.0") == (1,)
+
+
+def test_frozen_layers_in_front_of_others_of_one_model_are_no_teacher() -> None:
+    lists = {"encoder": Seq2Seq().encoder.requires_grad_(False), "decoder": Seq2Seq().decoder}
+    assert len(find_block_lists(NeverSaysHow(**lists))) == 2
+    inner = NeverSaysHow(model=NeverSaysHow(**lists))
+    assert [item.name for item in find_block_lists(inner)] == ["model.encoder", "model.decoder"]
+
+
 def test_a_frozen_encoder_that_forward_calls_stays_in_the_chain() -> None:
     model = Seq2Seq()
     model.encoder.requires_grad_(False)
