@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import Self, override
 
+from lightning_3d.attributes import carry_attributes
 from lightning_3d.errors import StageError
 from lightning_3d.provenance import Recipe, Root, version_of
 
@@ -364,9 +365,11 @@ def try_bind(value: Placeholder) -> bool:
 
 
 def placeholder_parameter(parameter: nn.Parameter, device: torch.device, name: str) -> nn.Parameter:
-    """The parameter that stands for one of another stage: same facts, on ``device``, no memory."""
+    """The parameter that stands for one of another stage: same facts and attributes, on ``device``, no memory."""
     meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return nn.Parameter(Placeholder(meta, device, origin=name), requires_grad=parameter.requires_grad)
+    new = nn.Parameter(Placeholder(meta, device, origin=name), requires_grad=parameter.requires_grad)
+    carry_attributes(parameter, new)
+    return new
 
 
 def _to_meta(item: Any) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.attributes import renew_hooks
 from lightning_3d.errors import ConfigError
 from lightning_3d.initialization.deferral import deferring
 from lightning_3d.initialization.recipes import memory_of
@@ -95,6 +96,7 @@ def _restart(tensor: Tensor) -> None:
     new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     new.requires_grad_(tensor.requires_grad)
     torch._C._swap_tensor_impl(tensor, new)
+    renew_hooks(tensor)
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:

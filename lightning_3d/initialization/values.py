@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.attributes import renew_hooks
 from lightning_3d.initialization.recipes import Memory, Ref, compute, forget, history, memory_of, plainly
 
 
@@ -111,5 +112,6 @@ def _fill(tensor: Tensor, storage: torch.UntypedStorage, memory: Memory) -> None
             real = DTensor.__new__(DTensor, local, tensor._spec, requires_grad=False)
         real.requires_grad_(tensor.requires_grad)
         torch._C._swap_tensor_impl(tensor, real)
+        renew_hooks(tensor)
         if isinstance(tensor, DTensor):
             tensor._local_tensor = local

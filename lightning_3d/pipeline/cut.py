@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_3d.errors import StageError
 from lightning_3d.pipeline.blocks import ChunkMap
@@ -69,6 +70,14 @@ class Cut:
         """Whether a chunk of this rank owns the module of that name."""
         return any(chunk in self.owned for chunk in self.chunks.chunks_of(name))
 
+    def in_block(self, name: str) -> bool:
+        """Whether the module of that name is a block, of this stage or another, or a part of one."""
+        return name in self.chunks.blocks or any(name.startswith(f"{block}.") for block in self.chunks.blocks)
+
+    def is_everywhere(self, name: str) -> bool:
+        """Whether every chunk of the pipeline, on whatever rank, has the module of that name."""
+        return len(self.chunks.chunks_of(name)) == self.chunks.num_chunks
+
     @property
     def twins(self) -> dict[str, nn.Module]:
         """Modules of this rank that have a twin, each with it."""
@@ -93,7 +102,8 @@ class Cut:
             # What a plain layer of torch answers with depends on the shapes of its input alone.
             layers = [self._twins[name][2]] if name in self._twins else [] if self.owns(name) else [modules[name]]
             for layer in layers:
-                if type(layer).__module__.startswith("torch.nn.modules.") and "forward" not in vars(layer):
+                plain = type(layer).__module__.startswith("torch.nn.modules.") or isinstance(layer, ParametrizationList)
+                if plain and "forward" not in vars(layer):
                     layer.forward = StandIn(layer, name)
         for name in self.chunks.outside:
             if self.owns(name):

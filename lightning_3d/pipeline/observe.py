@@ -13,6 +13,7 @@ from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from lightning_3d.example_inputs import example_inputs
+from lightning_3d.pipeline.block_state import attributes_kept
 from lightning_3d.pipeline.teachers import teacher_parts
 from lightning_3d.placeholder import lost_writes, placeholder_parameter
 
@@ -103,6 +104,7 @@ def _record(
             warnings.simplefilter("ignore")
             stack.enter_context(torch.no_grad())
             stack.enter_context(lost_writes())
+            stack.enter_context(attributes_kept(target))
             # Buffers as copies: some modules count their calls in them.
             buffers = {name: buffer.clone() for name, buffer in target.named_buffers()}
             stack.enter_context(stateless._reparametrize_module(target, {**stand_ins, **buffers}))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_3d.pipeline.block_state import BlockState
 from lightning_3d.pipeline.caches import without_caches
 from lightning_3d.placeholder import is_placeholder
 
@@ -43,14 +44,16 @@ def recompute_wrapped(module: nn.Module, functions: Mapping[str, Callable[..., A
 
 
 class _Recompute:
-    """A block's forward under non-reentrant checkpointing, which keeps autocast and the random state."""
+    """A block's forward under non-reentrant checkpointing, which keeps autocast, the random state and its own."""
 
     def __init__(self, block: nn.Module, function: Callable[..., Any]) -> None:
         self._block = block
         self._forward = block.forward
         self._function = function
+        self._state = BlockState(block)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        return self._function(partial(self._forward, **without_caches(self._block, kwargs)), *args)
+        forward = partial(self._forward, **without_caches(self._block, kwargs))
+        return self._function(self._state.runs(forward), *args)

@@ -57,6 +57,7 @@ class StandIn:
         What routes tokens by their values, or has no kernel for meta tensors, runs on small numbers in host memory.
         Whether the shapes are right for real values is seen when the first ones arrive.
         """
+        buffers = [(part._buffers, dict(part._buffers)) for part in self._module.modules()]
         try:
             with lost_writes(), inside_of(self._name):
                 return self._forward(*args, **kwargs)
@@ -76,6 +77,9 @@ class StandIn:
                 return Placeholder.of(leaf.shape, leaf.dtype, device, grad and leaf.requires_grad, self._name)
 
             return pytree.tree_map(stand_in, outputs)
+        finally:
+            for now, before in buffers:  # code that updates them may have put placeholders there
+                now.update(before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._forward, memo)

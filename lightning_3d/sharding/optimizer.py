@@ -14,6 +14,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_3d.attributes import share_attributes
 from lightning_3d.placeholder import is_placeholder
 from lightning_3d.sharding.reducer import like_parameter, local_of
 
@@ -120,6 +121,7 @@ def _enter(
     twin = twins.get(parameter)
     if twin is None or not _same_memory(twin.local, values):
         twin = twins[parameter] = _Twin(nn.Parameter(values, requires_grad=parameter.requires_grad))
+        share_attributes(parameter, twin.local)
     local = twin.local
     originals[local] = parameter
     local.grad = None if parameter.grad is None else local_of(parameter.grad)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_3d.attributes import share_attributes
 from lightning_3d.initialization import following
 from lightning_3d.placeholder import is_placeholder
 
@@ -288,6 +289,24 @@ class _OrderedReduction:
                     parameter.grad = torch.zeros_like(parameter)
 
 
+class _Gathered:
+    """Lets a gathered parameter have the attributes of its shard, and the user's hooks.
+
+    They see the gradient that this replica has made of the whole parameter, as where nothing is sharded.
+    """
+
+    def __init__(self, item: Any, hooks: Any) -> None:
+        self._item, self._hooks = item, hooks
+        self._init = item.init_unsharded_param
+
+    def __call__(self) -> None:
+        self._init()
+        gathered = self._item._unsharded_param
+        share_attributes(self._item.sharded_param, gathered)
+        if self._hooks is not None and gathered.requires_grad and gathered._backward_hooks is not self._hooks:
+            gathered._backward_hooks = self._hooks
+
+
 def unshardable(
     root: nn.Module, blocks: Mapping[int, Sequence[nn.Module]], casts: bool, unit_bytes: int = UNIT_BYTES
 ) -> dict[nn.Parameter, str]:
@@ -354,6 +373,13 @@ def _shard(
     unit: Unit, dp_mesh: DeviceMesh, rule: ZeroRule, policy: MixedPrecisionPolicy, ignored: set[nn.Parameter]
 ) -> None:
     target: Any = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
+    before = {
+        (id(module), key): (dict(vars(parameter)), parameter._backward_hooks)
+        for root in unit.modules
+        for module in root.modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+    }
     with following():  # shards of parameters without memory are recipes too
         fully_shard(
             target,
@@ -362,3 +388,9 @@ def _shard(
             mp_policy=policy,
             ignored_params=ignored,
         )
+    for group in unit.groups:
+        for item in group.fsdp_params:
+            attributes, hooks = before[id(item._module_info.module), item._module_info.param_name]
+            for name, value in attributes.items():
+                vars(item.sharded_param).setdefault(name, value)
+            item.init_unsharded_param = _Gathered(item, hooks)

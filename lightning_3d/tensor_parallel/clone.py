@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from lightning_3d.attributes import carry_attributes
+from lightning_3d.placeholder import is_placeholder
+
 Make = Callable[[str, Tensor], Tensor]
 
 
@@ -41,7 +44,10 @@ def clone_block(block: nn.Module, make_parameter: Make, make_tensor: Make) -> nn
     memo: dict[int, object] = {}
     for name, parameter in block.named_parameters():
         floating = parameter.is_floating_point() or parameter.is_complex()
-        memo[id(parameter)] = nn.Parameter(make_parameter(name, parameter), requires_grad=floating)
+        new = nn.Parameter(make_parameter(name, parameter), requires_grad=floating)
+        if not is_placeholder(parameter):
+            carry_attributes(parameter, new)
+        memo[id(parameter)] = new
     for name, buffer in block.named_buffers():
         memo[id(buffer)] = make_tensor(name, buffer)
     for prefix, module in block.named_modules():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_3d.attributes import carry_attributes
 from lightning_3d.collectives import chunk_sizes
 from lightning_3d.initialization import following
 
@@ -81,8 +82,7 @@ def cut_parameter(parameter: nn.Parameter, cut: ParameterCut, tp_mesh: DeviceMes
         stride=_contiguous_stride(cut.global_shape),
     )
     new = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-    for name, value in vars(parameter).items():
-        setattr(new, name, value)
+    carry_attributes(parameter, new)
     return new
 
 

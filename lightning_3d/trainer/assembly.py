@@ -37,6 +37,7 @@ from lightning_3d.sharding import Sharding, build_sharding, make_ties
 from lightning_3d.trainer.kept import KeptParameters
 from lightning_3d.trainer.layout import Layout
 from lightning_3d.trainer.metrics import bind_metrics
+from lightning_3d.trainer.parameter_hooks import ParameterHooks, refuse_late_hooks
 from lightning_3d.trainer.start import own_memory, refuse_views, share_random_state, share_weights
 
 _ATTRIBUTE = "_lightning_3d_assembly"
@@ -62,6 +63,7 @@ class Assembly:
     """The user's own parameter objects -> all their names: optimizers may have been built from them."""
     complaint: str = ""
     """What is wrong with the values of parameters unless a checkpoint is loaded."""
+    _has_stepped: bool = False
 
     @classmethod
     def of(cls, module: nn.Module) -> Assembly | None:
@@ -72,11 +74,16 @@ class Assembly:
     def refuse_unset(self) -> None:
         """Before a step: refuse parameters that neither the module's code nor a checkpoint has given values.
 
+        Before the first one also hooks on parameters that nothing would call.
+
         Raises:
             ConfigError: naming them.
         """
         if self.complaint:
             raise ConfigError(self.complaint)
+        if self.sharding.shards is not None and not self._has_stepped:
+            refuse_late_hooks(self.stage.module, self.sharding.shards.parameters)
+        self._has_stepped = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the module is laid out by nobody."""
@@ -150,11 +157,14 @@ def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, pre
     keys, ties = state_dict_keys(module)
     layout = describe(module, chunks, config, mesh.sizes)
     names_of = names_by_parameter(module)
+    ids = {id(parameter): names[0] for parameter, names in names_of}
+    hooks = ParameterHooks(module)
 
     owned_chunks = [chunk for chunk in range(chunks.num_chunks) if chunk % mesh.pp.size == mesh.pp.rank]
     cut = Cut(module, chunks, owned_chunks, mesh.device)
     to_device(module, mesh.device)
     applied = tensor_parallel.apply(module, plan, mesh, cut.owns, cut.twins)
+    hooks.refuse_cut(module, applied.partial, mesh)
     original = WeakIdKeyDictionary()
     # Parameters that tensor parallelism has made are seen by user code too: it finds them where it kept the others.
     for parameter, names in [*names_of, *names_by_parameter(module)]:
@@ -175,13 +185,14 @@ def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, pre
         partial=applied.partial,
         ties=make_ties([(item.names, item.stages) for item in shared], module, mesh),
     )
+    hooks.refuse_sharded(module, mesh)
     streams = StepStreams(mesh, sequence_parallel=config.sequence_parallel)
     if mesh.world.size > 1:
         owned_blocks = {name: module.get_submodule(name) for name in chunks.blocks if cut.owns(name)}
         give_streams(owned_blocks, streams, cut.name_of_call)
     cut.install()
     if mesh.world.size > 1:
-        KeptParameters(module, original).install(stage)
+        KeptParameters(module, original, ids).install(stage)
     bind_metrics(module, mesh)
     engine = Engine(stage, mesh, config.schedule, config.virtual_stages, sharding)
     assembly = Assembly(config, mesh, stage, engine, sharding, streams, applied, layout, keys, ties, original)

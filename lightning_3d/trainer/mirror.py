@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -75,12 +75,20 @@ class StateMirror:
 
     Args:
         module: The LightningModule.
-        skip: Modules that are not looked into: the pipeline's blocks.
+        in_block: Whether the module of a name is in a block of any stage: it is not looked into.
+        is_everywhere: Whether every stage has the module of a name. Where only some have, it is inside of one with
+            parameters, and not followed unless it is a metric.
     """
 
-    def __init__(self, module: LightningModule, skip: Collection[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        in_block: Callable[[str], bool] = lambda _: False,
+        is_everywhere: Callable[[str], bool] = lambda _: True,
+    ) -> None:
         self.module = module
-        self._watched = dict(_watched(module, skip))
+        # The same on all ranks, since the last stage's changes are carried out on the others.
+        self._watched = dict(_watched(module, in_block, is_everywhere))
         self._unsent: set[Path] = set()
         self.named: dict[str, Any] = dict(module.named_modules())
         """Objects that are sent by name instead of by value."""
@@ -180,17 +188,16 @@ class StateMirror:
 
 
 def _watched(
-    module: LightningModule, skip: Collection[nn.Module]
+    module: LightningModule, in_block: Callable[[str], bool], is_everywhere: Callable[[str], bool]
 ) -> Iterator[tuple[str, tuple[nn.Module, frozenset[str]]]]:
     lightning_names = frozenset(vars(LightningModule())) | {"_trainer", "_fabric", "trainer"}
     torch_names = frozenset(vars(nn.Module()))
-    skipped = {id(inner) for root in skip for inner in root.modules()}
     for name, inner in module.named_modules():
-        if id(inner) in skipped:
+        if in_block(name):
             continue
         if isinstance(inner, LightningModule):
             yield name, (inner, lightning_names)
-        elif not any(True for _ in inner.parameters()):
+        elif not any(True for _ in inner.parameters()) and (isinstance(inner, Metric) or is_everywhere(name)):
             # `training` is set by Lightning on every rank. The wrapped methods of a metric are made, not state.
             ignored = torch_names | {
                 "update",

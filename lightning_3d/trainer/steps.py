@@ -59,8 +59,9 @@ class StepRunner:
         self._precision = precision
         self._ledger = ledger
         self._relay = LogRelay(module, mesh)
-        blocks = [block for chunk in assembly.stage.blocks.values() for block in chunk]
-        self._report = StepReport(module, mesh, self._relay, StateMirror(module, skip=blocks))
+        cut = assembly.stage.cut
+        mirror = StateMirror(module, in_block=cut.in_block, is_everywhere=cut.is_everywhere)
+        self._report = StepReport(module, mesh, self._relay, mirror)
         self._loss_factor: float | Tensor = 1.0
         self._fresh: list[tuple[Tensor, Tensor | None]] | None = None
         self._in_engine = False

@@ -34,7 +34,7 @@ LAYERS = """
     fingerprint
     initialization
     collectives  waiting  placeholder  example_inputs
-    provenance
+    provenance  attributes
     mesh
     config  progress
     schedules  partition

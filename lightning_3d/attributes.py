@@ -1,0 +1,27 @@
+"""What user code hangs on parameters: attributes, and hooks on their gradients, which others may have to take over."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def carry_attributes(old: Tensor, new: Tensor) -> None:
+    """Give ``new``, which stands in the place of ``old``, the attributes that ``old`` has and it has not."""
+    for name, value in vars(old).items():
+        vars(new).setdefault(name, value)
+
+
+def share_attributes(holder: Tensor, other: Tensor) -> None:
+    """Let both have the attributes of ``holder`` from now on: what is set on one is seen on the other."""
+    if vars(other) is not vars(holder):
+        other.__dict__ = holder.__dict__
+
+
+def renew_hooks(tensor: Tensor) -> None:
+    """Let the hooks of ``tensor`` count again: autograd forgets them when the object gets another inside."""
+    if hooks := tensor._backward_hooks:
+        tensor._backward_hooks = None
+        tensor._backward_hooks = hooks
+    if after := tensor._post_accumulate_grad_hooks:
+        tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        tensor._post_accumulate_grad_hooks = after
