@@ -275,13 +275,17 @@ class Messages(Callback):
         if not isinstance(trainer.strategy, ThreeDStrategy):
             return
         transport = trainer.strategy._assembled.engine._transport
-        send = transport.send_object
+        for way in ("send_object", "announce", "announced"):
+            self._count(transport, way)
+
+    def _count(self, transport: Any, way: str) -> None:
+        call = getattr(transport, way)
 
         def counted(*args: Any) -> Any:
             self.count += 1
-            return send(*args)
+            return call(*args)
 
-        transport.send_object = counted
+        setattr(transport, way, counted)
 
     def on_train_batch_start(self, *args: Any) -> None:
         self.count = 0
