@@ -5,6 +5,7 @@ from lightning_3d.tensor_parallel.attention import ParallelMultiheadAttention
 from lightning_3d.tensor_parallel.embedding import VocabParallelEmbedding
 from lightning_3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from lightning_3d.tensor_parallel.layout import LayerPlan
+from lightning_3d.tensor_parallel.loose import LooseParameters, mixing_refused
 from lightning_3d.tensor_parallel.loss import ShardedLogits, vocab_parallel_cross_entropy
 from lightning_3d.tensor_parallel.parameters import ParameterCut
 from lightning_3d.tensor_parallel.planning import Plan, plan
@@ -14,6 +15,7 @@ __all__ = [
     "Check",
     "ColumnParallelLinear",
     "LayerPlan",
+    "LooseParameters",
     "ParallelMultiheadAttention",
     "ParameterCut",
     "Plan",
@@ -21,6 +23,7 @@ __all__ = [
     "ShardedLogits",
     "VocabParallelEmbedding",
     "apply",
+    "mixing_refused",
     "plan",
     "vocab_parallel_cross_entropy",
 ]

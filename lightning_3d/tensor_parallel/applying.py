@@ -58,6 +58,8 @@ class AppliedPlan:
     """Whole parameters whose gradients are to be summed over the tensor-parallel ranks, once per step."""
     sequence_parallel: bool = False
     """Whether hidden states between the blocks are pieces of the sequence."""
+    blocks: tuple[str, ...] = ()
+    """Names of the blocks."""
 
     @property
     def replicated(self) -> list[LayerPlan]:
@@ -110,6 +112,7 @@ def apply(
     applied = AppliedPlan(plan.tp, sequence_parallel=plan.sequence_parallel and plan.tp > 1)
     if plan.tp == 1:
         return applied
+    applied.blocks = tuple(name for block in plan.blocks for name in block.names)
     regions = Regions(mesh.tp, mesh.device)
     cut = _Cutter(mesh)
     partial: set[str] = set()
@@ -204,7 +207,7 @@ def _settle(
             continue
         region = _blame(block, choice, verdict, check)
         if region is None:
-            what = f"{name}.{verdict.layer} ({verdict.fault})"
+            what = f"{f'{name}.{verdict.layer}'.rstrip('.')} ({verdict.fault})"
             if block.sequence_dim is not None or not _leave_attentions_whole(block, what):
                 raise PlanError(_refusal(block, name, what))
             continue
@@ -296,7 +299,7 @@ def _unchecked(block: BlockPlan, name: str) -> tuple[BlockLayout, Verdict]:
     why = "the block does not run on made-up values, so a plan for it cannot be checked"
     if cut or block.sequence_dim is not None:
         raise PlanError(
-            f"{name}.{(cut or [''])[0]}: {why}. Set example_input_array on the module, or make these layers"
+            f"{'.'.join([name, *cut[:1]])}: {why}. Set example_input_array on the module, or make these layers"
             " 'replicate'."
         )
     block.notes.update(dict.fromkeys(block.sources, why))

@@ -74,6 +74,25 @@ def check_block(
     Returns:
         The verdict, or ``None`` when the original itself cannot run on made-up values.
     """
+    # A forward that somebody replaced may lead from the copies back to the original.
+    gradients = [(parameter, parameter.grad) for parameter in block.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        return _check(block, call, layout, axis, device, sequence_dim)
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _check(
+    block: nn.Module,
+    call: BlockCall,
+    layout: BlockLayout,
+    axis: Axis,
+    device: torch.device,
+    sequence_dim: int | None,
+) -> Verdict | None:
     count = sum(parameter.numel() for parameter in block.parameters())
     inner = {name for region in layout.regions for name in region.inner}
     names = [*(row for region in layout.regions for row in region.rows), *layout.attentions]

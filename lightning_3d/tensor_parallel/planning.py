@@ -12,13 +12,14 @@ from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.tensor_parallel.clone import Ground
 from lightning_3d.tensor_parallel.derive import BlockCuts, find_cuts
+from lightning_3d.tensor_parallel.kinds import built_alike, computing_alike
 from lightning_3d.tensor_parallel.layers import is_linear
 from lightning_3d.tensor_parallel.layout import Alternatives, BlockLayout, LayerPlan, Position, RegionLayout, Rule
 from lightning_3d.tensor_parallel.observe import Observation
 from lightning_3d.tensor_parallel.outside import OutsideCut, plan_outside
 from lightning_3d.tensor_parallel.probe import BlockCall, Calls, probe
 from lightning_3d.tensor_parallel.rules import model_rules, user_rules
-from lightning_3d.tensor_parallel.search import bodies, kinds, observed, repeated
+from lightning_3d.tensor_parallel.search import bodies, observed, repeated
 from lightning_3d.tensor_parallel.trial import Trial
 
 """Parameters of a block up to which it is run with values where it cannot run without."""
@@ -30,7 +31,7 @@ _ENOUGH = 8
 
 @dataclass
 class BlockPlan:
-    """The plan of all blocks of one kind: same classes, same shapes, same rules."""
+    """The plan of all blocks of one kind: same classes, shapes and rules, called alike, computing the same."""
 
     names: tuple[str, ...]
     call: BlockCall | None
@@ -136,9 +137,10 @@ def plan(module: nn.Module, blocks: Sequence[Sequence[str]], config: ParallelCon
     # Batch and sequence both divide by the ranks and differ, so that a mix-up of the two shows.
     batch, length = tp_size, tp_size * max(2, -(-8 // tp_size))
     names = names or bodies(module, batch, length)
-    groups = kinds(module, names, rules, chained)
-    calls = probe(module, [kind[0] for kind in groups], batch, length)
-    for kind in groups:
+    groups = built_alike(module, names, rules, chained)
+    calls = probe(module, [group[0] for group in groups], batch, length, names)
+    kinds = [kind for group in groups for kind in computing_alike(module, group, calls, batch, length)]
+    for kind in kinds:
         sequence = config.sequence_parallel and kind[0] in chained
         block = _plan_kind(module, kind, calls, rules, tp_size, derive, sequence, (batch, length))
         made.blocks.append(block)

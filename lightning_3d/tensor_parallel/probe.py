@@ -72,7 +72,7 @@ class _Way:
     grad: bool = True
 
 
-def probe(root: nn.Module, wanted: Sequence[str], batch: int, length: int) -> Calls:
+def probe(root: nn.Module, wanted: Sequence[str], batch: int, length: int, noted: Sequence[str] = ()) -> Calls:
     """Run ``root`` or the part of it that holds the blocks on meta tensors until all ``wanted`` blocks were called.
 
     Inputs are those of ``example_inputs``, then hidden states. Blocks that no attempt reaches are missing from the
@@ -83,8 +83,10 @@ def probe(root: nn.Module, wanted: Sequence[str], batch: int, length: int) -> Ca
         wanted: Names of blocks.
         batch: Samples of made-up inputs.
         length: Sequence length of made-up inputs.
+        noted: Names of further blocks, whose calls are kept if there are any.
     """
     calls = Calls()
+    names = dict.fromkeys([*wanted, *noted])
     for way in (_Way(), _Way(narrow=True), _Way(grad=False)):
         for module, arguments in _attempts(root, wanted, batch, length):
             if all(name in calls.blocks for name in wanted):
@@ -93,13 +95,14 @@ def probe(root: nn.Module, wanted: Sequence[str], batch: int, length: int) -> Ca
                 found = Calls()
                 with contextlib.suppress(Exception), warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # of what made-up inputs make code do
-                    _run(root, module, wanted, args, kwargs, found, way)
+                    _run(root, module, [*names], args, kwargs, found, way)
                 for name, call in found.entered.items():
                     calls.entered.setdefault(name, call)
                 new = {name: call for name, call in found.blocks.items() if name not in calls.blocks}
                 if new:
                     calls.blocks.update(new)
                     calls.loose |= found.loose
+                if not new.keys().isdisjoint(wanted):
                     break
     return calls
 

@@ -10,10 +10,8 @@ from torch import nn
 
 from lightning_3d.tensor_parallel.clone import Ground
 from lightning_3d.tensor_parallel.layers import features, is_linear
-from lightning_3d.tensor_parallel.layout import Rule
 from lightning_3d.tensor_parallel.observe import Observation, observe
 from lightning_3d.tensor_parallel.probe import BlockCall, probe
-from lightning_3d.tensor_parallel.sizes import whole_numbers
 
 
 def repeated(module: nn.Module, known: Sequence[str]) -> list[str]:
@@ -58,29 +56,6 @@ def bodies(module: nn.Module, batch: int, length: int) -> list[str]:
 def _holding_layers(module: nn.Module, prefix: str) -> list[str]:
     parts = module.named_children()
     return [prefix + name for name, part in parts if sum(is_linear(inner) for inner in part.modules()) > 1]
-
-
-def kinds(module: nn.Module, names: Sequence[str], rules: dict[str, Rule], chained: set[str]) -> list[tuple[str, ...]]:
-    """The named blocks in groups of one kind: same classes, shapes, numbers of heads and rules.
-
-    Args:
-        module: The whole model.
-        names: Names of blocks.
-        rules: Rules by full name.
-        chained: Names of those blocks that the pipeline runs as a chain.
-    """
-    groups: dict[object, list[str]] = {}
-    for name in names:
-        block = module.get_submodule(name)
-        facts: list[object] = [name in chained]
-        for path, part in block.named_modules():
-            heads = tuple((k, v) for k, v in sorted(vars(part).items()) if "head" in k and isinstance(v, int))
-            heads += tuple(whole_numbers(vars(part).get("config")))
-            shapes = tuple((k, None if p is None else tuple(p.shape)) for k, p in part._parameters.items())
-            rule = rules.get(f"{name}.{path}") if path else None
-            facts.append((path, type(part), shapes, heads, None if rule is None else (rule.style, rule.parts)))
-        groups.setdefault(tuple(facts), []).append(name)
-    return [tuple(group) for group in groups.values()]
 
 
 def observed(

@@ -63,6 +63,8 @@ class Assembly:
     """The user's own parameter objects -> all their names: optimizers may have been built from them."""
     complaint: str = ""
     """What is wrong with the values of parameters unless a checkpoint is loaded."""
+    loose: tensor_parallel.LooseParameters | None = None
+    """What a step is run in, so that it may compute with cut parameters."""
     _has_stepped: bool = False
 
     @classmethod
@@ -197,6 +199,8 @@ def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, pre
     engine = Engine(stage, mesh, config.schedule, config.virtual_stages, sharding)
     assembly = Assembly(config, mesh, stage, engine, sharding, streams, applied, layout, keys, ties, original)
     assembly.complaint = complaint
+    if mesh.tp.size > 1 and not config.compile:
+        assembly.loose = tensor_parallel.LooseParameters(module, applied.cuts, applied.partial, applied.blocks, mesh.tp)
     if mesh.pp.size > 1:
         refuse_lost_writes()
     object.__setattr__(module, _ATTRIBUTE, assembly)

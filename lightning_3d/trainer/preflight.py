@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment, TorchCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Adafactor, Optimizer
 
 from lightning_3d import tensor_parallel
 from lightning_3d.config import ParallelConfig, Sizes
@@ -101,10 +101,10 @@ def check_plugins(layer_sync: object, checkpoint_io: object) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], config: ParallelConfig, sizes: Sizes) -> None:
-    """Refuse optimizers whose step needs all values of all parameters at once, where a rank holds a part of them.
+    """Refuse optimizers whose step needs more values at once than a rank holds.
 
     Raises:
-        ConfigError: for LBFGS.
+        ConfigError: for LBFGS, which needs all parameters, and for Adafactor, which needs whole ones.
     """
     is_cut = sizes.pp > 1 or sizes.tp > 1 or (sizes.dp > 1 and config.zero_stage > 0)
     if is_cut and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
@@ -112,6 +112,14 @@ def check_optimizers(optimizers: Sequence[Optimizer], config: ParallelConfig, si
             "LBFGS chooses its step by products over all parameters, of which each rank holds a part here"
             f" (pipeline_parallel={sizes.pp}, tensor_parallel={sizes.tp}, zero_stage={config.zero_stage}). Use another"
             " optimizer, or pipeline_parallel=1, tensor_parallel=1 and zero_stage=0."
+        )
+    is_cut = sizes.tp > 1 or (sizes.dp > 1 and config.zero_stage > 0)
+    if is_cut and any(isinstance(optimizer, Adafactor) for optimizer in optimizers):
+        raise ConfigError(
+            "torch.optim.Adafactor scales its step by norms of whole rows, columns and parameters, of which each rank"
+            f" holds a part here (tensor_parallel={sizes.tp}, zero_stage={config.zero_stage}), and torch cannot compute"
+            " its step on such parts. Use another optimizer, such as AdamW, or tensor_parallel=1 and zero_stage=0;"
+            " with a pipeline it works."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,6 +24,7 @@ from lightning_3d.pipeline.micro_batches import MicroBatch, cut, loss_weights, p
 from lightning_3d.pipeline.needs import Alone
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.random import mix_seed
+from lightning_3d.tensor_parallel import mixing_refused
 from lightning_3d.trainer.assembly import Assembly
 from lightning_3d.trainer.batches import BatchFacts, BatchLedger
 from lightning_3d.trainer.logs import LogRelay
@@ -272,8 +274,12 @@ class StepRunner:
                 self._assembly.streams.micro_batch(number, piece.index),
                 self._relay.recording(piece.size, weights[piece.index]),
                 self._report.counting(piece.size, self._config.virtual_stages),
+                self._assembly.loose or nullcontext(),
+                mixing_refused(step_fn) as check,
             ):
-                return step_fn(piece.data, *args[1:])
+                output = step_fn(piece.data, *args[1:])
+                check(output)
+                return output
 
         return call
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -10,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_3d import ConfigError, StageError, ThreeDStrategy
+from lightning_3d.config import ParallelConfig, Sizes
+from lightning_3d.trainer.preflight import check_optimizers
 from tests.harness import run_trainer
 
 PP2 = {"pipeline_parallel": 2, "num_micro_batches": 2}
