@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +18,13 @@ from torch import nn
 from lightning_3d.cli.command import BAD_INPUT, FAILURE, SUCCESS, Parser
 from lightning_3d.cli.doctor_report import render
 from lightning_3d.cli.examination import examine
-from lightning_3d.cli.model_choice import BuiltModel, build_class, build_hugging_face, import_file_class
+from lightning_3d.cli.model_choice import (
+    BuiltModel,
+    build_class,
+    build_hugging_face,
+    find_function,
+    import_file_class,
+)
 from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
 
@@ -82,6 +88,8 @@ class _Request:
     choice: str
     model: Any
     """What the parser made of the arguments of a class, with the parser; ``None`` for a Hugging Face type."""
+    function: Callable[..., Any] | None = None
+    """What makes the model, if it is no class."""
 
     @property
     def world(self) -> int:
@@ -107,6 +115,9 @@ class _Request:
 
         def make() -> Any:
             parser.add_instantiator(construct, nn.Module, prepend=True)
+            if self.function is not None:
+                with torch.device("meta") if self.on_meta else contextlib.nullcontext():
+                    return self.function(**(arguments.get("model") or {}))
             try:
                 instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # its new name
                 with torch.device("meta") if self.on_meta else contextlib.nullcontext():
@@ -131,10 +142,13 @@ def _parse(args: list[str]) -> _Request:
             "doctor needs --model (package.module.Class, file.py:Class or a type such as llama) or --config."
         )
     hugging_face = bool(choice) and ":" not in choice and "." not in choice and not _is_short_name(choice)
-    parser = _parser(None if hugging_face or not choice else choice)
-    if choice and not hugging_face:
-        wanted = {**wanted, "class_path": import_file_class(choice) if ":" in choice else choice}
-        args = ["--model", json.dumps(wanted), *args]
+    path = import_file_class(choice) if ":" in choice else choice
+    function = find_function(path) if "." in path and not hugging_face else None
+    parser = _parser(None if hugging_face or not choice else path, function)
+    if function is not None:
+        parser.set_defaults({f"model.{name}": value for name, value in (wanted.get("init_args") or {}).items()})
+    elif choice and not hugging_face:
+        args = ["--model", json.dumps({**wanted, "class_path": path}), *args]
     for name, value in options.items():
         parser.set_defaults({name: value})
     parsed = parser.parse_args(args)
@@ -142,16 +156,18 @@ def _parse(args: list[str]) -> _Request:
     if all(values[name] == "auto" for name in ("tensor_parallel", "pipeline_parallel", "data_parallel")) and not recipe:
         values.update(tensor_parallel=2, pipeline_parallel=2)
     model = None if hugging_face else (parser, parsed)
-    return _Request(ParallelConfig(**values), parsed.json, parsed.meta, parsed.hf_config, choice, model)
+    return _Request(ParallelConfig(**values), parsed.json, parsed.meta, parsed.hf_config, choice, model, function)
 
 
-def _parser(choice: str | None) -> Parser:
+def _parser(choice: str | None, function: Callable[..., Any] | None = None) -> Parser:
     parser = Parser(prog="lightning-3d doctor", description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--meta", action="store_true", help="build a class without memory, for models that do not fit")
     parser.add_argument("--hf_config", type=str, default=None, help=_HF_HELP)
     if choice is None:
         parser.add_argument("--model", type=str, default=None, help=_MODEL_HELP)
+    elif function is not None:
+        parser.add_function_arguments(function, "model", fail_untyped=False)
     else:
         # A name without dots is looked for among the known subclasses, of which there are few of this one.
         base = nn.Module if "." in choice else LightningModule
@@ -162,7 +178,8 @@ def _parser(choice: str | None) -> Parser:
 
 
 _MODEL_HELP = (
-    "package.module.Class or file.py:Class, with --model.ARGUMENT VALUE for its constructor; or a Hugging Face type"
+    "package.module.Class or file.py:Class, or a function that returns a model, with --model.ARGUMENT VALUE for what it"
+    " takes; or a Hugging Face type"
 )
 _HF_HELP = "JSON file, folder or text: the configuration of a Hugging Face model, or what to change in the small one"
 

@@ -89,8 +89,8 @@ class Examination:
 
     @property
     def is_input_wrong(self) -> bool:
-        """Whether sizes or options do not fit the model."""
-        return any(problem.kind == ConfigError.__name__ for problem in self.problems)
+        """Whether sizes or options do not fit the model: all that is wrong with a cut is what was asked for."""
+        return any(problem.part == "cut" or problem.kind == ConfigError.__name__ for problem in self.problems)
 
     def as_json(self) -> dict[str, Any]:
         """The same as dictionaries, lists, numbers and strings."""

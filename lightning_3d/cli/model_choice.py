@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class BuiltModel:
 
 
 def import_file_class(choice: str) -> str:
-    """Import ``folder/file.py:Class``; the path under which the class can be imported from now on.
+    """Import ``folder/file.py:Class`` or ``:function``; the path under which it can be imported from now on.
 
     Raises:
         ConfigError: if there is no such file or class, or importing it fails.
@@ -48,10 +49,38 @@ def import_file_class(choice: str) -> str:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ConfigError(f"--model {choice}: importing {name} failed with {type(error).__name__}: {error}") from error
-    if not isinstance(vars(module).get(class_name), type):
-        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
+    if class_name not in vars(module):
+        classes = [key for key, value in vars(module).items() if isinstance(value, type) or inspect.isfunction(value)]
         raise ConfigError(f"--model {choice}: {name} has no class {class_name!r}.{suggest(class_name, classes, '')}")
     return f"{module_name}.{class_name}"
+
+
+def find_function(class_path: str) -> Callable[..., Any] | None:
+    """The function at ``package.module.name``; ``None`` for a class of modules and for what cannot be imported.
+
+    Raises:
+        ConfigError: if something else stands there, or there is no such module at all.
+    """
+    module_name, _, name = class_path.rpartition(".")
+    try:
+        found = getattr(sys.modules.get(module_name) or importlib.import_module(module_name), name)
+    except Exception:  # else whoever parses the arguments says why, and which names are near
+        top = module_name.partition(".")[0]
+        if top not in sys.modules and importlib.util.find_spec(top) is None:
+            raise ConfigError(
+                f"--model {class_path}: there is no package or module {top!r} on the path. Give file.py:Class for a"
+                " file, or add its folder to PYTHONPATH."
+            ) from None
+        return None
+    if isinstance(found, type):
+        if issubclass(found, nn.Module):
+            return None
+        raise ConfigError(f"{class_path} is a class, but not of an nn.Module or LightningModule, so it is no model.")
+    if inspect.isfunction(found) or inspect.isbuiltin(found):
+        return found
+    raise ConfigError(
+        f"{class_path} is an instance of {type(found).__name__}. Give a class of models or a function that returns one."
+    )
 
 
 def build_class(class_path: str, build: Any) -> BuiltModel:
@@ -62,7 +91,7 @@ def build_class(class_path: str, build: Any) -> BuiltModel:
         build: Makes the instance.
 
     Raises:
-        ConfigError: if building it fails, or it is no module.
+        ConfigError: if building it fails, or gives no module.
     """
     try:
         module = build()
@@ -72,7 +101,7 @@ def build_class(class_path: str, build: Any) -> BuiltModel:
     except Exception as error:
         raise ConfigError(f"{class_path} could not be built: {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"{class_path} is a {type(module).__name__}, not an nn.Module or LightningModule.")
+        raise ConfigError(f"{class_path} gives a {type(module).__name__}, not an nn.Module or LightningModule.")
     return BuiltModel(module, f"{class_path}")
 
 

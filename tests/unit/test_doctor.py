@@ -54,6 +54,18 @@ class Manual(Net):
         self.automatic_optimization = False
 
 
+class NoModule:
+    """Something that is no model."""
+
+
+def build(width: int = 8, layers=4) -> Net:  # type: ignore[no-untyped-def]
+    return Net(width, layers)
+
+
+def forgets() -> None:
+    """Gives nothing."""
+
+
 class Broken(nn.Module):
     def __init__(self) -> None:
         raise ValueError("no such file: weights.bin")
@@ -157,6 +169,12 @@ def test_the_model_and_the_sizes_of_a_recipe(capsys: pytest.CaptureFixture[str])
         (["--model", f"{HERE}.Net", "--model.widht=4"], 2, "Net has no option 'widht'. Did you mean 'width'?"),
         (["--model", f"{HERE}.Net", "--pipeline_spit=flops"], 2, "Did you mean 'pipeline_split'?"),
         (["--model", f"{HERE}.Broken"], 2, "could not be built: ValueError: no such file: weights.bin"),
+        (["--model", f"{HERE}.NoModule"], 2, "NoModule is a class, but not of an nn.Module or LightningModule"),
+        (["--model", f"{HERE}.forgets"], 2, "forgets gives a NoneType, not an nn.Module"),
+        (["--model", f"{HERE}.HERE"], 2, "HERE is an instance of str. Give a class of models or a function"),
+        (["--model", f"{HERE}.build", "--model.nope=3"], 2, "'model.nope' is not an option"),
+        (["--model", "no_such_package.Net"], 2, "there is no package or module 'no_such_package'"),
+        (["--model", f"{HERE}.Mlp", "--model.width=8", "--pp", "2"], 2, "only 0 blocks to share out"),
         (["--model", f"{HERE}.Net", "--pp", "8"], 2, "cut: The pipeline asks for 8 chunks"),
         (["--model", f"{HERE}.Manual", "--pp", "2"], 2, "steps: This module optimizes manually"),
         (["--model", f"{HERE}.Net", "--pipeline_split", "[1, 2]", "--pp", "2"], 2, "places 3 blocks of a model of 4"),
@@ -206,3 +224,13 @@ def test_simulated_ranks_reduce_and_their_errors_arrive() -> None:
         on_tensor_parallel_ranks(2, lambda mesh: 1 // 0)
     with pytest.raises(RankError, match="did not answer within 1 s"):
         on_tensor_parallel_ranks(2, lambda mesh: __import__("time").sleep(30), limit_s=1.0)
+
+
+def test_a_function_that_returns_a_model_is_examined_with_its_arguments(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, found, _ = ask_json(capsys, "--model", f"{HERE}.build", "--model.layers=6", "--pp=2", "--tp=1")
+    assert code == 0 and found["blocks"][0]["count"] == 6
+    (tmp_path / "their_models.py").write_text(f"from {HERE} import build, Net\n")
+    code, found, _ = ask_json(capsys, "--model", f"{tmp_path}/their_models.py:build", "--pp=2", "--tp=1")
+    assert code == 0 and found["blocks"][0]["count"] == 4
