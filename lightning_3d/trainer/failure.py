@@ -17,7 +17,7 @@ import traceback
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -32,6 +32,7 @@ GRACE_S = 12.0
 """How long a rank may take to stop by itself once the job has failed."""
 _PERIOD_S = 0.25
 _STUCK_S = 2.0  # no progress of the main thread for so long: it waits inside a collective
+_TOLD_WITHIN_S = 2.0  # a rank that has failed says so after its connections break
 _STUCK_AFTER_SIGNAL_S = 18.0  # long, because a healthy stage may wait for a long step of its neighbour
 _FILE_VARIABLE = "LIGHTNING_3D_FAILURE_FILE"
 _PARENT_VARIABLE = "LIGHTNING_3D_PARENT_PID"
@@ -153,12 +154,23 @@ class FailureGuard:
             text += "".join(traceback.format_exception(type(error), error, error.__traceback__))
         # A broken connection is what the others notice of a rank that has failed. It gets a moment to say so itself.
         broken = _is_broken_connection(error)
-        first = self._announce(text, 2.0 if broken else 0.0)
+        first = self._announce(text, _TOLD_WITHIN_S if broken else 0.0)
         self._told = True
         if first:
             say(text)
         elif not broken:
             say(f"{self._where} failed as well: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}\n")
+
+    def only_noticed(self, error: BaseException) -> bool:
+        """Whether ``error`` is what this rank notices of another that has failed, which is known or heard of soon."""
+        if not self._armed or not (isinstance(error, SiblingFailure) or _is_broken_connection(error)):
+            return False
+        deadline = time.monotonic() + _TOLD_WITHIN_S
+        while (reason := self._tripped or self._reason()) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if reason is not None:
+            SiblingFailure.reason = reason.strip().splitlines()[0]
+        return reason is not None
 
     def trip(self, reason: str, announce: bool = False) -> None:
         """Make this rank stop because of what happened elsewhere.
@@ -334,6 +346,19 @@ def leave_note(file: Path, reason: str) -> None:
 def launch_variables(file: Path) -> dict[str, str]:
     """Environment variables by which a started process knows that it was started by us."""
     return {_FILE_VARIABLE: str(file), _PARENT_VARIABLE: str(os.getpid())}
+
+
+def show_siblings_in_one_line() -> None:
+    """From now on, do not print the traceback of a :class:`SiblingFailure` that ends this process."""
+    previous = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, SiblingFailure):
+            say(f"{error}\n")
+        else:
+            previous(kind, error, trace)
+
+    sys.excepthook = show
 
 
 def say(text: str) -> None:

@@ -31,7 +31,15 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.trainer.failure import GRACE_S, FailureGuard, launch_variables, leave_note, say
+from lightning_3d.trainer.failure import (
+    GRACE_S,
+    FailureGuard,
+    SiblingFailure,
+    launch_variables,
+    leave_note,
+    say,
+    show_siblings_in_one_line,
+)
 
 _PRELOADED = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "lightning.pytorch", "lightning_3d"]
 _KILL_AFTER_S = 5.0
@@ -122,7 +130,13 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             threading.Thread(target=self._watch, name="lightning-3d-children", daemon=True).start()
             atexit.register(self._reap)
         _set_num_threads_if_needed(num_processes=self.num_processes)
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if not self._guard.only_noticed(error):
+                raise
+            show_siblings_in_one_line()
+            raise SiblingFailure from None
 
     @override
     def kill(self, signum: int) -> None:
