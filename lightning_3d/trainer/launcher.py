@@ -40,6 +40,7 @@ from lightning_3d.trainer.failure import (
     say,
     show_siblings_in_one_line,
 )
+from lightning_3d.trainer.marks import Marks
 
 _PRELOADED = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "lightning.pytorch", "lightning_3d"]
 _KILL_AFTER_S = 5.0
@@ -214,7 +215,9 @@ class ProcessLauncher(_MultiProcessingLauncher):
         if self._start_method == "forkserver":
             context.set_forkserver_preload(_PRELOADED)
         results = context.SimpleQueue()
-        start = _Start(environment | _seed_variables(), _GlobalStateSnapshot.capture())
+        module = trainer.lightning_module if trainer is not None and self._start_method != "fork" else None
+        marks = Marks.of(module, self._start_method) if module is not None else None
+        start = _Start(environment | _seed_variables(), _GlobalStateSnapshot.capture(), marks)
         started = mp.start_processes(
             self._run_rank,
             args=(start, trainer, function, args, kwargs, results),
@@ -254,6 +257,8 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
     def _run_rank(self, index: int, start: _Start, trainer: Trainer | None, *arguments: Any) -> None:
         start.apply()
+        if start.marks is not None and trainer is not None:
+            start.marks.put_on(trainer.lightning_module)
         guard = getattr(self._strategy, "guard", None)
         if isinstance(guard, FailureGuard):
             guard.watch_launcher()
@@ -304,9 +309,11 @@ class ProcessLauncher(_MultiProcessingLauncher):
 class _Start:
     """What a rank takes over from the process that starts it."""
 
-    def __init__(self, environment: dict[str, str], state: _GlobalStateSnapshot) -> None:
+    def __init__(self, environment: dict[str, str], state: _GlobalStateSnapshot, marks: Marks | None) -> None:
         self.environment = environment
         self.state = state
+        self.marks = marks
+        """Of the parameters; ``None`` where they arrive as they are."""
 
     def apply(self) -> None:
         # A forkserver is as old as its first use: its children do not see what was set since.
