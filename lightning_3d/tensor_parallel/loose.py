@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +51,7 @@ _ABOUT = frozenset(
 """What is asked of a tensor without computing with its values."""
 _VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 """Attributes that compute."""
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -122,6 +123,8 @@ class LooseParameters(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._depth or not torch.is_grad_enabled() or _asks(func):
+            return func(*args, **kwargs)
+        if sys._getframe(1).f_code.co_filename.startswith(_PACKAGE):  # a step by hand runs optimizers and the like
             return func(*args, **kwargs)
         return func(*map(self._seen, args), **{key: self._seen(value) for key, value in kwargs.items()})
 
