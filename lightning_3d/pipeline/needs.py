@@ -164,6 +164,6 @@ class Needs:
     def _cannot(placeholder: Placeholder, why: str) -> str:
         return (
             f"{Needs._begin(placeholder)}, and that cannot be computed here: it {why}. Pass it through the"
-            " arguments of the blocks, compute it within a module, write changes in place as new tensors (x = x + y), or use"
-            " pipeline_parallel=1."
+            " arguments of the blocks, compute it within a module, write changes in place as new tensors (x = x + y),"
+            " or use pipeline_parallel=1."
         )
