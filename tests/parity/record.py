@@ -116,9 +116,7 @@ def _largest(sizes: Mapping[str, float]) -> Difference:
     return Difference(math.inf if math.isnan(size) else size, where)
 
 
-def assert_parity(
-    differences: Mapping[str, Difference], got: Numbers, tolerance: float, steps: int = STEPS
-) -> None:
+def assert_parity(differences: Mapping[str, Difference], got: Numbers, tolerance: float, steps: int = STEPS) -> None:
     """Assert that a run agrees with another, and that ranks which hold the same parameter hold the same bits."""
     assert got.drift == {}, f"ranks that hold the same parameters differ in them: {got.drift}"
     assert len(got.norms) == steps and got.weights
