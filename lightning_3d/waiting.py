@@ -16,6 +16,10 @@ from lightning_3d.mesh import Mesh, where
 
 _BUSY = "lightning_3d/busy"
 _WAITED = "lightning_3d/waited"
+_COLLECTIVE = (
+    "Perhaps they never come: what all ranks do together (trainer.save_checkpoint, validation, barriers) must be called"
+    " on every rank, not under `if trainer.is_global_zero`"
+)
 _SLOW_S = 2.0
 """From how many seconds on a rank's work is known to the others."""
 _TELL_S = 60.0
@@ -40,7 +44,7 @@ def working(mesh: Mesh, what: str) -> Iterator[None]:
         with contextlib.suppress(Exception):
             store.set(f"{_BUSY}/{mesh.rank}", what)
         if not ended.wait(_TELL_S - _SLOW_S):
-            text = f"{mesh.where} has been at this for {_TELL_S:g} s, and others may wait for it: {what}"
+            text = f"{mesh.where} has been at this for {_TELL_S:g} s, and others may wait for it: {what}. {_COLLECTIVE}"
             sys.stderr.write(f"\n[lightning_3d] {text}\n")
         ended.wait()
         with contextlib.suppress(Exception):
@@ -87,6 +91,8 @@ def _missing(mesh: Mesh) -> str:
     named = [f"{where(rank, mesh.sizes)}, which is at: {busy[rank]}" for rank in absent if busy[rank]]
     named = named or [f"{where(rank, mesh.sizes)}, which did not say what it is at" for rank in absent]
     text = "; ".join(named[:4]) if named else "other ranks, none of which can be named"
+    if any(not doing for doing in busy.values()):
+        text += f". {_COLLECTIVE}"
     return text + ". If that work is meant to take so long, raise wait_timeout_s of ThreeDStrategy."
 
 

@@ -211,7 +211,8 @@ def _load_model(values: Mapping[str, Any], state: ModelState, mesh: Mesh, strict
 
     def source_of(name: str) -> Any:
         first = state.first_name(name)
-        return next((values[key] for key in (name, first, *aliases.get(first, ())) if key in values), None)
+        # Where names that are one parameter here have several entries, the last one counts, as it does in torch.
+        return next((values[key] for key in (*reversed(aliases.get(first, [])), first) if key in values), None)
 
     missing = [key for key in state.keys if source_of(key) is None]
     unexpected = [key for key in values if key not in set(state.keys)]

@@ -17,6 +17,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import torch
 import torch.multiprocessing as mp
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork, _check_missing_main_guard
@@ -292,6 +293,17 @@ class ProcessLauncher(_MultiProcessingLauncher):
                         say(reason + "\n")
                     _end_together(self.procs, _join_all)
                     raise _rank_error(rank, process, error_files)
+
+    @override
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
+        """As Lightning does, in the types that were trained: this process has built its module in float32."""
+        if worker_output.weights_path is not None:
+            trained = torch.load(worker_output.weights_path, map_location="meta", weights_only=True)
+            module = trainer.lightning_module
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if name in trained and tensor.is_floating_point() and not tensor.is_meta:
+                    tensor.data = tensor.data.to(trained[name].dtype)
+        super()._recover_results_in_main_process(worker_output, trainer)
 
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:

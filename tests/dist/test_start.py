@@ -82,3 +82,21 @@ def test_options_that_cannot_connect_ranks_are_refused_when_given(options: dict[
 def test_a_global_batch_that_replicas_cannot_share_is_refused_before_processes_start() -> None:
     with pytest.raises(ConfigError, match=r"global_batch_size=7 is not .* data_parallel=2, .* Use 6 or 8"):
         Trainer(accelerator="cpu", devices=2, strategy=ThreeDStrategy(global_batch_size=7), logger=False)
+
+
+def test_the_script_takes_over_what_was_trained_in_the_type_it_was_trained_in() -> None:
+    module = Small()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        precision="64-true",
+        strategy=ThreeDStrategy(start_method="fork"),
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(torch.randn(4, 4, dtype=torch.float64), batch_size=4))
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float64}
+    assert not torch.equal(module.layers[0][0].weight, module.layers[0][0].weight.float().double())

@@ -523,3 +523,26 @@ def test_the_stock_trainer_resumes_in_mid_epoch_from_a_converted_checkpoint(tmp_
     stock = pl.Trainer(max_steps=5, **quiet)
     stock.fit(BoringModel(), ckpt_path=tmp_path / "c.ckpt")
     assert stock.global_step == 5
+
+
+class Pair(BoringModel):
+    """Two layers that may be one."""
+
+    def __init__(self, tie: bool) -> None:
+        super().__init__()
+        self.second = torch.nn.Linear(32, 2)
+        if tie:
+            self.second.weight = self.layer.weight
+
+
+@pytest.mark.parametrize("strategy", ["auto", "3d"])
+def test_of_two_entries_for_what_is_tied_here_the_last_counts_as_in_torch(tmp_path: Path, strategy: str) -> None:
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    quiet |= {"accelerator": "cpu", "devices": 1, "limit_val_batches": 1}
+    apart = Pair(tie=False)
+    saver = pl.Trainer(**quiet, max_steps=1, enable_checkpointing=False)
+    saver.fit(apart)
+    saver.save_checkpoint(tmp_path / "apart.ckpt")
+    tied = Pair(tie=True)
+    pl.Trainer(strategy=strategy, **quiet).validate(tied, ckpt_path=tmp_path / "apart.ckpt", verbose=False)
+    assert torch.equal(tied.layer.weight, apart.second.weight)
