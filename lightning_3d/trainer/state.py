@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
@@ -83,6 +85,8 @@ class StatefulStrategy(ReplicaStrategy):
         checkpoint = checkpoints.read(self.broadcast(str(checkpoint_path)), self.topology, weights_only)
         if state := checkpoint.pop(checkpoints.RANK_STATE, None):
             self._loaded_rank_state = state["state"]
+        if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            _warn_of_lost_place(checkpoint)
         if self._assembly is not None:
             checkpoints.place_copies(checkpoint, self._model_state(), self.topology)
         return checkpoint
@@ -149,3 +153,16 @@ class StatefulStrategy(ReplicaStrategy):
 
     def _rank_state(self) -> Any:
         return HostRandomState.get().state
+
+
+def _warn_of_lost_place(checkpoint: Mapping[str, Any]) -> None:
+    """A file of the stock Trainer counts the batches of an epoch; only loaders with a state know which they were."""
+    loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    progress = loop.get("epoch_loop.batch_progress", {})
+    done = progress.get("current", {}).get("completed", 0)
+    if done and not progress.get("is_last_batch") and not loop.get("state_dict", {}).get("combined_loader"):
+        rank_zero_warn(
+            f"The checkpoint was saved after {done} batches of an epoch and does not hold the place in the data, so the"
+            " loader starts over: their samples are read again, and others of this epoch never. Save at the end of an"
+            " epoch, use a loader with a state_dict, or save with the 3D strategy, which keeps the place."
+        )
