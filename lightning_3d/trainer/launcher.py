@@ -219,13 +219,23 @@ class ProcessLauncher(_MultiProcessingLauncher):
         module = trainer.lightning_module if trainer is not None and self._start_method != "fork" else None
         marks = Marks.of(module, self._start_method) if module is not None else None
         start = _Start(environment | _seed_variables(), _GlobalStateSnapshot.capture(), marks)
-        started = mp.start_processes(
-            self._run_rank,
-            args=(start, trainer, function, args, kwargs, results),
-            nprocs=strategy.num_processes,  # type: ignore[attr-defined]
-            start_method=self._start_method,
-            join=False,
-        )
+        try:
+            started = mp.start_processes(
+                self._run_rank,
+                args=(start, trainer, function, args, kwargs, results),
+                nprocs=strategy.num_processes,  # type: ignore[attr-defined]
+                start_method=self._start_method,
+                join=False,
+            )
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            file.unlink(missing_ok=True)
+            if "pickle" not in str(error).lower():
+                raise
+            raise ConfigError(
+                f"start_method={self._start_method!r} sends the Trainer, its callbacks, the module and the loaders to"
+                f" the ranks, and a part of them does not pickle: {error}. Use start_method='popen' (the script runs again"
+                " in every process) or 'fork', or functions of a module instead of lambdas and inner functions."
+            ) from error
         self.procs = list(started.processes)
         try:
             with _passing_on(signal.SIGTERM, self.procs[0]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -100,3 +101,16 @@ def test_the_script_takes_over_what_was_trained_in_the_type_it_was_trained_in() 
     trainer.fit(module, DataLoader(torch.randn(4, 4, dtype=torch.float64), batch_size=4))
     assert {parameter.dtype for parameter in module.parameters()} == {torch.float64}
     assert not torch.equal(module.layers[0][0].weight, module.layers[0][0].weight.float().double())
+
+
+def test_what_does_not_pickle_is_said_before_ranks_start() -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=ThreeDStrategy(start_method="spawn"),
+        callbacks=[LambdaCallback(on_train_start=lambda *args: None)],
+        logger=False,
+        enable_checkpointing=False,
+    )
+    with pytest.raises(ConfigError, match=r"does not pickle.*Use start_method='popen'"):
+        trainer.fit(Small(), DataLoader(torch.randn(8, 4), batch_size=4))
