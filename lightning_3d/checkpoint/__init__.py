@@ -5,6 +5,7 @@ from lightning_3d.checkpoint.copies import place_copies
 from lightning_3d.checkpoint.directory import is_checkpoint, link, links_to, local_path, remove
 from lightning_3d.checkpoint.export import Exported, export_hugging_face
 from lightning_3d.checkpoint.full import consolidate, full_state_dict, iterate_full, to_lightning
+from lightning_3d.checkpoint.importing import Imported, import_hugging_face, import_lightning
 from lightning_3d.checkpoint.load import load, load_model, read
 from lightning_3d.checkpoint.names import group_names, original_name, state_dict_keys
 from lightning_3d.checkpoint.optimizer_state import load_optimizers
@@ -18,6 +19,7 @@ __all__ = [
     "BackgroundSaves",
     "Content",
     "Exported",
+    "Imported",
     "ModelState",
     "StockFile",
     "WholeValues",
@@ -27,6 +29,8 @@ __all__ = [
     "full_state_dict",
     "gather",
     "group_names",
+    "import_hugging_face",
+    "import_lightning",
     "is_checkpoint",
     "iterate_full",
     "link",

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_3d.checkpoint.form import complaint
 from lightning_3d.checkpoint.integrity import share, verify
 from lightning_3d.checkpoint.leftovers import LINK, OLD, REMOVING, SAVING, claim, hidden, release, sweep
 from lightning_3d.errors import CheckpointError
@@ -93,6 +94,11 @@ def read_manifest(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
         CheckpointError: The directory is missing, foreign, unfinished, truncated or of a newer version.
     """
     folder = located(path)
+    if folder.is_file():
+        raise CheckpointError(
+            f"{folder} is a file, not a checkpoint directory. If the stock Trainer wrote it, fit(ckpt_path=...) reads"
+            f" it as it is, and `lightning-3d convert {folder} DIRECTORY --to 3d` makes a directory of it."
+        )
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist or is not a directory, so it is not a checkpoint to load.")
     inside(folder, MANIFEST)
@@ -103,7 +109,9 @@ def read_manifest(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
         )
     content = read_json(folder / MANIFEST)
     version = content.get("version")
-    if type(version) is not int or version > VERSION:
+    if type(version) is not int or version < 1:
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: its format version is {version!r}; the first was 1.")
+    if version > VERSION:
         raise CheckpointError(
             f"{folder / MANIFEST} has format version {version}; this lightning_3d reads versions up to {VERSION}."
             " Upgrade lightning_3d."
@@ -114,12 +122,11 @@ def read_manifest(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
             f"{folder / MANIFEST} is damaged: its content has the checksum {found}, {expected} was written. Take"
             " another checkpoint, or restore this file."
         )
+    if wrong := complaint(content):
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: {wrong}.")
     known = Manifest.__dataclass_fields__
-    try:
-        manifest = Manifest(**{key: value for key, value in content.items() if key in known})
-        sizes = {inside(folder, name): size for name, size in manifest.files.items()}
-    except (TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}.") from error
+    manifest = Manifest(**{key: value for key, value in content.items() if key in known})
+    sizes = {inside(folder, name): size for name, size in manifest.files.items()}
     for file, size in sizes.items():
         actual = file.stat().st_size if file.is_file() else None
         if actual != size:

@@ -121,7 +121,7 @@ def _verify(path: str | os.PathLike[str], mesh: Mesh) -> None:
 
 def _read(path: str | os.PathLike[str], mesh: Mesh, weights_only: bool | None) -> dict[str, Any]:
     if local_path(path).is_file():
-        return _read_stock(local_path(path), weights_only)
+        return read_stock(local_path(path), weights_only)
     folder, manifest = read_manifest(path)
     index = read_index(folder)
     checkpoint: dict[str, Any] = torch_load(folder / TRAINER, weights_only)
@@ -169,7 +169,12 @@ def stored_state_dict(
     return stored
 
 
-def _read_stock(file: Path, weights_only: bool | None) -> dict[str, Any]:
+def read_stock(file: Path, weights_only: bool | None) -> dict[str, Any]:
+    """What a ``.ckpt`` file of the stock Trainer holds, mapped into memory.
+
+    Raises:
+        CheckpointError: It cannot be read, or is another's.
+    """
     checkpoint = torch_load(file, weights_only)
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), Mapping):
         raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +72,9 @@ def stored_record(
 
 
 def _load_optimizers(records: Sequence[Any], state: ModelState, mesh: Mesh, strict: bool) -> None:
+    if not records and state.optimizers:
+        warnings.warn("The checkpoint holds weights and no optimizers: they start from zero.")
+        return
     if len(records) != len(state.optimizers):
         raise CheckpointError(
             f"The checkpoint holds {len(records)} optimizers, configure_optimizers made {len(state.optimizers)}."
@@ -114,6 +118,11 @@ def _load_optimizer(index: int, record: OptimizerRecord, state: ModelState, mesh
         raise CheckpointError(
             f"The checkpoint has no state of optimizer {index} for {listed(added)}. Set strict_loading = False on the"
             " LightningModule to start these from zero."
+        )
+    if record.groups and not trained and not saved and any(state.group_of(index)):
+        warnings.warn(
+            f"The checkpoint does not hold the state of optimizer {index} (converting to it could not tell which"
+            " parameter each part belongs to): it starts from zero, with the saved options of its groups."
         )
     filled = {}
     for number, (name, parameter) in numbered_parameters(state, index).items():
@@ -176,7 +185,7 @@ def _options_for(index: int, place: int, record: OptimizerRecord, state: ModelSt
     matches = [
         options for own, options in record.groups if names & {original_name(name) for name in own} or (not names)
     ]
-    if not names:
+    if not names or not any(own for own, _ in record.groups):
         return record.groups[place][1] if place < len(record.groups) else {}
     if not matches:
         return {}

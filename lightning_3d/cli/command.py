@@ -30,6 +30,9 @@ from lightning_3d.errors import ConfigError, ThreeDError
 SUCCESS, FAILURE, BAD_INPUT = 0, 1, 2
 """Exit codes of the command; a failure is what Python makes of any other exception."""
 
+READER_LEFT = 128 + 13
+"""Exit code of a command whose output nobody reads any more: what shells make of SIGPIPE."""
+
 STRATEGY = "lightning_3d.ThreeDStrategy"
 PROG = "lightning-3d"
 
@@ -177,7 +180,7 @@ def main(args: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if args is None else args)
     try:
         if given and given[0] in SUBCOMMANDS:
-            return SUBCOMMANDS[given[0]](given[1:])
+            return _run(SUBCOMMANDS[given[0]], given[1:])
         CLI(None if args is None else given)
     except (ThreeDError, MisconfigurationException) as error:
         if _debug():
@@ -185,6 +188,24 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return BAD_INPUT
     return SUCCESS
+
+
+def _run(run: Callable[[list[str]], int], args: list[str]) -> int:
+    """Run a command that trains nothing: files that cannot be read or written are the caller's to put right."""
+    try:
+        try:
+            return run(args)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read has seen enough; what is still buffered must not complain when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_LEFT
+    except OSError as error:
+        if _debug():
+            raise
+        sys.stderr.write(f"error: {error}\n")
+        return BAD_INPUT
 
 
 def _summary(run: Callable[..., Any]) -> str:

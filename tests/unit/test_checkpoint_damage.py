@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_3d.checkpoint import consolidate, load, read, save, write_lightning
+from lightning_3d.checkpoint import consolidate, directory, load, read, save, write_lightning
+from lightning_3d.checkpoint.contents import contents_of
 from lightning_3d.config import Sizes
 from lightning_3d.errors import CheckpointError
 from lightning_3d.mesh import build_mesh
@@ -206,3 +207,47 @@ def test_nothing_is_run_by_what_a_file_holds(tmp_path: Path, name: str) -> None:
     else:
         with pytest.raises(CheckpointError, match=rf"{name} holds objects .*weights_only=False"):
             read(tmp_path / "c", MESH)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keys": 5}, "keys is 5, not a list"),
+        ({"keys": [7]}, r"keys\[0\] is 7, not a text"),
+        ({"layout": 3}, "layout is 3, not an object"),
+        ({"optimizers": [{}]}, r"optimizers\[0\] lacks 'class'"),
+        ({"optimizers": [{"class": "A", "groups": [{"names": []}], "scalars": {}}]}, r"groups\[0\] lacks 'options'"),
+        (
+            {"optimizers": [{"class": "A", "groups": [{"names": [], "options": {"lr": {}}}], "scalars": {}}]},
+            "the options of a parameter group cannot be read",
+        ),
+        ({"checksums": []}, r"checksums is \[\], not an object"),
+        ({"files": {"a": "b"}}, r"files\['a'\] is 'b', not a whole number"),
+        ({"copies": [{"path": "x", "keys": []}]}, r"copies\[0\].path is 'x', not a list"),
+        ({"ties": [1]}, r"ties is \[1\], not an object"),
+        ({"global_step": "x"}, "global_step is 'x', not a whole number"),
+        ({"epoch": True}, "epoch is True, not a whole number"),
+        ({"written_by": None}, "written_by is None, not an object"),
+        ({"version": 0}, "format version is 0"),
+        ({"version": -1}, "format version is -1"),
+        ({"version": "1"}, "format version is '1'"),
+    ],
+    ids=str,
+)
+def test_a_manifest_of_the_wrong_form_is_named_with_the_reason(good, tmp_path, change, message):
+    folder = shutil.copytree(good[0], tmp_path / "c")
+    file = folder / "layout.json"
+    file.write_text(directory.signed({**json.loads(file.read_text()), **change}))
+    for action in (contents_of, consolidate, lambda path: read(path, MESH)):
+        with pytest.raises(CheckpointError, match=f"layout.json is damaged: .*{message}"):
+            action(folder)
+
+
+def test_a_manifest_that_lacks_a_field_is_named(good, tmp_path):
+    folder = shutil.copytree(good[0], tmp_path / "c")
+    file = folder / "layout.json"
+    content = json.loads(file.read_text())
+    for name in content.keys() - {"format", "version", "checksum"}:
+        file.write_text(directory.signed({key: value for key, value in content.items() if key != name}))
+        with pytest.raises(CheckpointError, match=f"layout.json is damaged: it lacks '{name}'"):
+            contents_of(folder)
