@@ -66,7 +66,7 @@ def convert(args: list[str]) -> int:
     else:
         width = max(map(len, done))
         for key, value in done.items():
-            print(f"{key.replace('_', ' '):{width}}  {', '.join(value) if isinstance(value, list) else value}")
+            print(f"{key.replace('_', ' '):{width}}  {', '.join(value) or '-' if isinstance(value, list) else value}")
     return 0
 
 
