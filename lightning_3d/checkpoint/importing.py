@@ -19,7 +19,7 @@ from lightning_3d.checkpoint.load import read_stock
 from lightning_3d.checkpoint.names import by_original_name
 from lightning_3d.checkpoint.save import Content, agreed_path, gather, write
 from lightning_3d.checkpoint.state import ModelState
-from lightning_3d.checkpoint.stock_optimizer import names_of_groups
+from lightning_3d.checkpoint.stock_optimizer import has_names, names_of_groups
 from lightning_3d.config import Sizes
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.mesh import Mesh, build_mesh
@@ -38,6 +38,9 @@ class Imported:
     global_step: int
     optimizers: int
     """How many optimizers have their state in the directory."""
+    by_order: int
+    """How many of those were named by order and shape, which is right if the optimizer was given its parameters in the
+    order of the module, as ``self.parameters()`` gives them."""
     left_out: Sequence[str]
     """What the source holds and the directory does not, and why."""
 
@@ -78,11 +81,14 @@ def import_lightning(
     state = _state(checkpoint["state_dict"])
     named: list[list[list[str]]] = []
     left_out: list[str] = []
+    by_order = 0
     for number, saved in enumerate(packed):
         names = _names(saved, state, source)
         if isinstance(names, str):
             left_out.append(f"state of optimizer {number}: {names}")
             saved, names = _without_state(saved), [[] for _ in saved["param_groups"]]
+        elif saved["state"] and not has_names(saved):
+            by_order += 1
         packed[number] = saved
         named.append(names)
     optimizers = [StockOptimizer([[state.parameters[name] for name in own] for own in names]) for names in named]
@@ -93,7 +99,7 @@ def import_lightning(
         content = _fresh(content)
     write(agreed_path(target, mesh), content, mesh)
     step = int(checkpoint.get("global_step", 0))
-    return Imported(target, _num_values(state), step, len(named) - len(left_out), tuple(left_out))
+    return Imported(target, _num_values(state), step, len(named) - len(left_out), by_order, tuple(left_out))
 
 
 def import_hugging_face(source: str | os.PathLike[str], folder: str | os.PathLike[str], prefix: str = "") -> Imported:
@@ -123,7 +129,7 @@ def import_hugging_face(source: str | os.PathLike[str], folder: str | os.PathLik
         state = _state(values)
         rest = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": lightning_version, "lr_schedulers": []}
         write(agreed_path(target, mesh), _fresh(gather({**rest, "state_dict": values}, state, mesh)), mesh)
-        return Imported(target, _num_values(state), 0, 0, ())
+        return Imported(target, _num_values(state), 0, 0, 0, ())
 
 
 def _alone() -> Mesh:

@@ -28,9 +28,8 @@ def names_of_groups(packed: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     """
     groups = packed["param_groups"]
     shapes = {number: _shape_of(values) for number, values in packed["state"].items()}
-    given = [group.get("param_names") or group["params"] for group in groups]
-    if all(isinstance(name, str) for own in given for name in own):
-        found = _with_prefix(given, tensors)
+    if has_names(packed):
+        found = _with_prefix([group.get("param_names") or group["params"] for group in groups], tensors)
     else:
         candidates = [(name, tuple(tensor.shape)) for name, tensor in tensors.items() if _may_train(name, tensors)]
         found = _in_order([[shapes.get(number) for number in group["params"]] for group in groups], candidates)
@@ -45,6 +44,11 @@ def names_of_groups(packed: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
         if shape is not None and shape != tuple(tensors[name].shape):
             return f"the state of {name!r} has the shape {shape}, the parameter {tuple(tensors[name].shape)}"
     return found
+
+
+def has_names(packed: Mapping[str, Any]) -> bool:
+    """Whether the groups of a torch optimizer's state dict hold the names of their parameters."""
+    return all(isinstance(n, str) for g in packed["param_groups"] for n in g.get("param_names") or g["params"])
 
 
 def _shape_of(values: Mapping[str, Any]) -> Shape | None:

@@ -61,6 +61,12 @@ def convert(args: list[str]) -> int:
         raise
     for text in done["left_out"] if given.to == "3d" else ():
         sys.stderr.write(f"left out: {text}\n")
+    if done.get("optimizers_by_order"):
+        sys.stderr.write(
+            "note: the file numbers the parameters of its optimizer, and their names were found by order and shape."
+            " That is right if it was given them in the order of the module (self.parameters()); if not, let the run"
+            " read the file itself with fit(ckpt_path=FILE).\n"
+        )
     if given.json:
         print(json.dumps(done))
     else:
@@ -85,6 +91,7 @@ def _to_directory(given: argparse.Namespace, weights_only: bool | None) -> dict[
         "values": done.num_values,
         "step": done.global_step,
         "optimizers": done.optimizers,
+        "optimizers_by_order": done.by_order,
         "left_out": list(done.left_out),
     }
 

@@ -233,8 +233,8 @@ class ProcessLauncher(_MultiProcessingLauncher):
                 raise
             raise ConfigError(
                 f"start_method={self._start_method!r} sends the Trainer, its callbacks, the module and the loaders to"
-                f" the ranks, and a part of them does not pickle: {error}. Use start_method='popen' (the script runs again"
-                " in every process) or 'fork', or functions of a module instead of lambdas and inner functions."
+                f" the ranks, and a part of them does not pickle: {error}. Use start_method='popen' (the script runs"
+                " again in every process) or 'fork', or functions of a module instead of lambdas and inner functions."
             ) from error
         self.procs = list(started.processes)
         try:
