@@ -204,6 +204,8 @@ def test_compiled_blocks_draw_the_random_numbers_of_eager_ones() -> None:
     compare(case, *on_ranks(train, (1, 1, 2), [case, eager(case)])[0])
 
 
+@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ on a CPU")
 def test_inductor() -> None:
     agree((1, 1, 1), Case(Tokens, options={"compile": True}))

@@ -158,7 +158,7 @@ def check(case: str, straight: list[Any], mesh: Mesh, results: list[Any]) -> Non
 @pytest.mark.parametrize(
     ("first", "other", "cases"),
     [
-        ((1, 2, 1), (2, 1, 1), list(MOMENTS)),
+        pytest.param((1, 2, 1), (2, 1, 1), list(MOMENTS), marks=(pytest.mark.slow, pytest.mark.long)),
         ((2, 2, 1), (1, 1, 2), ["shuffled", "workers", "accumulated"]),
     ],
     ids=["dp2 to pp2", "pp2 dp2 to tp2"],

@@ -140,16 +140,19 @@ WHO = {
 }
 
 
+LONG = (pytest.mark.slow, pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     "run",
     [
         ("popen", "step"),
-        ("popen", "worker"),
-        ("popen", "start"),
+        pytest.param(("popen", "worker"), marks=LONG),
+        pytest.param(("popen", "start"), marks=LONG),
         ("popen", "exit"),
         ("fork", "kill"),
-        ("forkserver", "start"),
-        ("torchrun", "step"),
+        pytest.param(("forkserver", "start"), marks=LONG),
+        pytest.param(("torchrun", "step"), marks=LONG),
         ("torchrun", "kill"),
     ],
     indirect=True,
@@ -182,7 +185,7 @@ def test_all_ranks_end_when_one_fails(run: _Run, request: pytest.FixtureRequest)
     [
         (("popen", "none"), signal.SIGINT),
         (("popen", "none"), signal.SIGKILL),
-        (("fork", "none"), signal.SIGINT),
+        pytest.param(("fork", "none"), signal.SIGINT, marks=LONG),
     ],
     indirect=["run"],
 )
