@@ -89,6 +89,10 @@ class LooseParameters(TorchFunctionMode):
             module.get_submodule(block).register_forward_pre_hook(self._enter)
             module.get_submodule(block).register_forward_hook(self._leave, always_call=True)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LooseParameters:
+        """Copies of blocks, for trials, keep their hooks on it."""
+        return self
+
     @override
     def __enter__(self) -> Any:
         self._depth, self._is_open = 0, True
