@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_3d.collectives import as_bytes, broadcast_object
 from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
+from lightning_3d.fingerprint import fingerprints
 from lightning_3d.initialization import LARGE, Recipes, deferring, is_deferred, reading_late
 from lightning_3d.mesh import Mesh
 from lightning_3d.trainer.host_random import HostRandomState
@@ -98,21 +99,13 @@ def share_weights(module: nn.Module, mesh: Mesh) -> bool:
     differ = bool(len(recipes)) and _differs(_numbers(recipes.digest()), mesh)
     if differ:
         recipes.take_over(broadcast_object(recipes.values(), mesh.control_world, 0))
-    if not tensors or not _differs(torch.stack([_checksum(tensor) for tensor in tensors]), mesh):
+    if not tensors or not _differs(fingerprints(tensors, torch.device("cpu")), mesh):
         return differ
     for tensor in tensors:
         whole = tensor.cpu().contiguous()
         dist.broadcast(as_bytes(whole), 0, group=mesh.control_world.group)
         tensor.copy_(whole)
     return True
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """A number that differs for tensors that differ in any bit (but for freak coincidence)."""
-    raw = as_bytes(tensor.detach().cpu())
-    padded = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
-    places = torch.arange(1, padded.numel() + 1, dtype=torch.int64)
-    return (padded * (2 * places + 1)).sum()
 
 
 def _numbers(digest: bytes) -> Tensor:
