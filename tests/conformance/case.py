@@ -1,0 +1,71 @@
+"""A case of the conformance suite, and the scene that it plays in: one process, or a rank of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from tests.conformance.record import Recorder
+from tests.dist.lightning_modules import Mesh, Tokens, loader, make_trainer, rows, seeded
+
+LAYOUTS: tuple[Mesh, ...] = ((2, 1, 2), (2, 2, 2))
+
+
+class Scene:
+    """What a case has at hand; the same code runs under the stock Trainer and at a layout.
+
+    Args:
+        mesh: The layout, or ``None`` for one process.
+        folder: Of the case; shared by all ranks.
+        recorder: Writes down what happens.
+    """
+
+    def __init__(self, mesh: Mesh | None, folder: Path, recorder: Recorder) -> None:
+        self.mesh = mesh
+        self.folder = folder
+        self.recorder = recorder
+
+    def note(self, name: str, value: Any) -> None:
+        """Write down a value, to be the same on every rank as in one process."""
+        self.recorder.note(name, value)
+
+    def module(self, kind: type[LightningModule] = Tokens, *args: Any, **kwargs: Any) -> Any:
+        """A module of a recorded subclass of ``kind``, from the seed that all runs share."""
+        return seeded(self.recorder.module(kind), *args, **kwargs)
+
+    def loader(self, num: int = 12, batch: int = 4, **options: Any) -> DataLoader[Any]:
+        """``num`` rows of tokens; ``batch`` samples over all replicas."""
+        return loader(rows(num), batch, self.mesh, **options)
+
+    def trainer(self, strategy: Mapping[str, Any] | None = None, **flags: Any) -> Trainer:
+        """A quiet Trainer in float64 with a recording callback in front; ``strategy`` are options of ours."""
+        callbacks = [self.recorder.callback()(), *flags.pop("callbacks", ())]
+        flags = {"default_root_dir": str(self.folder), "callbacks": callbacks, **flags}
+        return make_trainer(self.mesh, dict(strategy or {}), **flags)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A line of a table.
+
+    ``known`` names the differences to one process that docs/limits.md gives a reason for: a regular expression that
+    finds them among the lines of :func:`~tests.conformance.compare.differences`, and the reason. A difference that no
+    expression finds fails the test, and so does an expression that finds none at any layout: the limit is gone.
+    """
+
+    name: str
+    play: Callable[..., None]
+    """A module-level function that gets the scene and ``options``."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    known: Mapping[str, str] = field(default_factory=dict)
+    layouts: tuple[Mesh, ...] = LAYOUTS
+    alone: bool = False
+    """Whether it ends the processes that it runs in, so that those after it need new ones."""
+
+    def __str__(self) -> str:
+        return self.name
