@@ -1,0 +1,211 @@
+"""What a layout costs: memory, time and where it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.planner.cluster import Cluster
+from lightning_3d.planner.communication import Group, Links
+from lightning_3d.planner.compute import LayerModel, PartTime
+from lightning_3d.planner.constants import Constants, constants
+from lightning_3d.planner.flops import hardware_flops_per_token, model_flops_per_token
+from lightning_3d.planner.kernels import Kernels
+from lightning_3d.planner.layout import Layout
+from lightning_3d.planner.memory import GB, StageMemory, chunk_parameters, stage_memory
+from lightning_3d.planner.pipeline import chunk_ranks, pipeline_time
+from lightning_3d.planner.shape import ModelShape
+
+_BITS = {"32-true": 32, "64-true": 64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """One optimizer step of a layout. Seconds, unless the name says otherwise."""
+
+    step_time_s: float
+    """Wall time of the step."""
+    tokens_per_s_per_gpu: float
+    """Tokens trained per second, divided by all GPUs."""
+    memory_gb: float
+    """Peak memory of the fullest rank, in 1e9 bytes."""
+    memory: tuple[StageMemory, ...]
+    """Memory of a rank of every pipeline stage by kind, in bytes."""
+    fits: bool
+    """Whether the fullest rank fits into its GPU."""
+    bubble_fraction: float
+    """Idle time of the pipeline as a fraction of the *total* step time, mean over stages."""
+    mfu: float
+    """Model-FLOPs utilisation: operations that training needs (full attention), of the dense 16-bit or 8-bit peak."""
+    hfu: float
+    """Hardware-FLOPs utilisation: with what is recomputed; about 4/3 of ``mfu`` under full recomputation."""
+    model_tflops_per_gpu: float
+    """Operations that training needs, in 1e12 per second and GPU."""
+    compute_s: float
+    """Kernels of the busiest stage."""
+    tp_s: float
+    """Collectives inside layers that the busiest stage waits for: tensor, context and expert parallel."""
+    pp_s: float
+    """Waiting of the busiest stage for other stages: the bubble and messages."""
+    dp_s: float
+    """All collectives over replicas, hidden or not."""
+    exposed_dp_s: float
+    """Those of them that the step waits for."""
+    optimizer_s: float
+    """The optimizer's own step."""
+    time_share: Mapping[str, float]
+    """Fractions of the step: ``compute``, ``tp``, ``pp`` (bubble and messages), ``dp``, ``other``; they add up to 1."""
+
+    @property
+    def exposed_communication_s(self) -> float:
+        """Communication that the step waits for, the bubble left out."""
+        return self.tp_s + self.exposed_dp_s
+
+
+def estimate(
+    shape: ModelShape, cluster: Cluster, layout: Layout, constants_of: Mapping[str, Constants] | None = None
+) -> Estimate:
+    """Predict a step of ``shape`` on ``cluster`` under ``layout``.
+
+    Args:
+        shape: The model.
+        cluster: GPUs and links.
+        layout: Sizes of the axes and settings of the run.
+        constants_of: Constants by GPU generation instead of the fitted ones (for fits and experiments).
+
+    Raises:
+        ConfigError: If the layout cannot run on the cluster or cut the model.
+    """
+    _check(shape, cluster, layout)
+    device = cluster.device
+    if constants_of is None:
+        known = constants(device.generation, cluster.measured)
+    else:
+        known = constants_of[device.generation]
+    kernels = Kernels(device, known, fp8=layout.precision == "fp8", bits=_BITS.get(layout.precision, 16))
+    links = Links(cluster, known)
+    model = LayerModel(shape, layout, kernels, links)
+    layer, head, embedding = model.layer(), model.head(), model.embedding()
+    chunks = layout.chunk_layers(shape.layers)
+    last = layout.num_chunks - 1
+    parts = [_chunk(layer, n, embedding if c == 0 else None, head if c == last else None) for c, n in enumerate(chunks)]
+
+    p, m = layout.pipeline_parallel, layout.micro_batches
+    owners = chunk_ranks(layout.schedule_name, p, layout.virtual_stages)
+    held = [
+        sum(chunk_parameters(shape, n, c == 0, c == last, layout) for c, n in enumerate(chunks) if owners[c] == rank)
+        for rank in range(p)
+    ]
+    replicas = Group(layout.data_parallel * layout.context_parallel, layout.tensor_parallel)
+    worst = max(held)
+    sharded = _sharded_slowdown(layer, worst, shape, layout, links, replicas)
+    forward = [part.forward + part.forward_tp + n * sharded[0] for part, n in zip(parts, chunks, strict=True)]
+    backward = [part.backward + part.backward_tp + n * sharded[1] for part, n in zip(parts, chunks, strict=True)]
+    message = (
+        model.tokens * shape.hidden * kernels.bits / 8 / (layout.tensor_parallel if layout.sequence_parallel else 1)
+    )
+    send = links.send(message, cluster.world_size // p) if p > 1 else 0.0
+    if not layout.overlap_pipeline and p > 1:
+        forward, backward = [f + send for f in forward], [b + send for b in backward]
+    pipeline = pipeline_time(
+        layout.schedule_name, p, layout.virtual_stages, m, forward, backward, [part.weight for part in parts],
+        send if layout.overlap_pipeline else 0.0,
+    )  # fmt: skip
+    busiest = max(range(p), key=lambda rank: pipeline.busy[rank])
+    mine = [part for part, owner in zip(parts, owners, strict=True) if owner == busiest]
+    compute = m * sum(part.forward + part.backward for part in mine)
+    tp = m * sum(part.forward_tp + part.backward_tp for part in mine)
+    sharded_total = (
+        m * (sharded[0] + sharded[1]) * sum(n for n, owner in zip(chunks, owners, strict=True) if owner == busiest)
+    )
+    dp_total, exposed = _data_parallel(
+        worst, layout, links, replicas, sum(backward[c] for c in range(last + 1) if owners[c] == busiest)
+    )
+    exposed += sharded_total
+    optimizer = kernels.moving(worst / (replicas.size if layout.zero_stage else 1) * 32, 4)
+    step = (pipeline.total + exposed - sharded_total + optimizer) * (1 + known.step_overhead)
+    tokens = layout.samples * shape.seq_len
+    rate = tokens / step / cluster.world_size
+    peak = kernels.peak
+    memory = stage_memory(shape, layout)
+    fullest = max(stage.total for stage in memory) / GB
+    waiting = max(0.0, pipeline.total - compute - tp - sharded_total)
+    shares = {"compute": compute, "tp": tp, "pp": waiting, "dp": exposed}
+    share = {name: seconds / step for name, seconds in shares.items()}
+    share["other"] = max(0.0, 1.0 - sum(share.values()))
+    return Estimate(
+        step_time_s=step,
+        tokens_per_s_per_gpu=rate,
+        memory_gb=fullest,
+        memory=memory,
+        fits=fullest <= cluster.gpu_memory_gb,
+        bubble_fraction=pipeline.bubble_fraction * pipeline.total / step,
+        mfu=rate * model_flops_per_token(shape) / peak,
+        hfu=rate * hardware_flops_per_token(shape, layout.activation_checkpointing) / peak,
+        model_tflops_per_gpu=rate * model_flops_per_token(shape) / 1e12,
+        compute_s=compute,
+        tp_s=tp,
+        pp_s=waiting,
+        dp_s=dp_total,
+        exposed_dp_s=exposed,
+        optimizer_s=optimizer,
+        time_share=share,
+    )
+
+
+def _check(shape: ModelShape, cluster: Cluster, layout: Layout) -> None:
+    if layout.world_size != cluster.world_size:
+        raise ConfigError(
+            f"tensor_parallel x pipeline_parallel x data_parallel x context_parallel = {layout.tensor_parallel} x"
+            f" {layout.pipeline_parallel} x {layout.data_parallel} x {layout.context_parallel} = {layout.world_size},"
+            f" but the cluster {cluster} has {cluster.world_size} GPUs. Change a size so that they are equal."
+        )
+    if shape.heads % layout.tensor_parallel:
+        raise ConfigError(
+            f"tensor_parallel={layout.tensor_parallel} does not divide heads={shape.heads}. Use a divisor."
+        )
+
+
+def _chunk(layer: PartTime, layers: int, before: PartTime | None, after: PartTime | None) -> PartTime:
+    ends = [part for part in (before, after) if part is not None]
+    return PartTime(
+        *(
+            layers * getattr(layer, name) + sum(getattr(part, name) for part in ends)
+            for name in PartTime.__dataclass_fields__
+        )
+    )
+
+
+def _sharded_slowdown(
+    layer: PartTime, held: float, shape: ModelShape, layout: Layout, links: Links, replicas: Group
+) -> tuple[float, float]:
+    """What gathering parameters and reducing gradients in every micro-batch adds to a layer's forward and backward."""
+    if layout.zero_stage < 2 or replicas.size == 1:
+        return 0.0, 0.0
+    parameters = held * layout.pipeline_parallel / shape.layers
+    gather = links.gather(2 * parameters, replicas) if layout.zero_stage == 3 else 0.0
+    reduce = links.gather(layout.reduce_bytes * parameters, replicas)
+
+    def added(compute: float, communication: float) -> float:
+        return max(0.0, communication - compute) + links.constants.overlap_cost * min(compute, communication)
+
+    forward = added(layer.forward + layer.forward_tp, gather)
+    return forward, added(layer.backward + layer.backward_tp, gather + reduce)
+
+
+def _data_parallel(held: float, layout: Layout, links: Links, replicas: Group, window: float) -> tuple[float, float]:
+    """Seconds of the collectives over replicas once a step, and those that nothing hides."""
+    if replicas.size == 1:
+        return 0.0, 0.0
+    reduce = links.gather(layout.reduce_bytes * held, replicas)
+    gather = links.gather(2 * held, replicas) if layout.zero_stage else reduce
+    if layout.zero_stage == 3:
+        return 0.0, 0.0
+    if layout.zero_stage == 2:
+        return gather, gather
+    total = reduce + gather
+    if not layout.overlap_grad_reduce:
+        return total, total
+    hidden = min(reduce, window)
+    return total, total - hidden * (1 - links.constants.overlap_cost)

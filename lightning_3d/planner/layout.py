@@ -1,0 +1,175 @@
+"""How a model is laid out over a cluster, and how a step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.partition import explicit, uniform
+from lightning_3d.planner import checks
+from lightning_3d.planner.pipeline import SCHEDULE_NAMES
+from lightning_3d.schedules import SCHEDULES
+
+PRECISIONS = ("bf16-mixed", "16-mixed", "bf16-true", "16-true", "32-true", "64-true", "fp8")
+OFFLOADS = (None, "optimizer", "parameters")
+_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def _precision(text: str) -> str:
+    """One of `PRECISIONS` for it, or for what people call it: ``"fp16"``, ``"bf16"``, ``"float8"``, ``"32"``."""
+    if text in PRECISIONS or not isinstance(text, str):
+        checks.one_of("precision", text, PRECISIONS)
+        return text
+    lower, true = text.lower(), "true" in text.lower() or "pure" in text.lower()
+    if "fp8" in lower or "float8" in lower or "transformer-engine" in lower:
+        return "fp8"
+    for bits, kinds in (("bf16", ("bf16", "bfloat16")), ("16", ("16",)), ("32", ("32",)), ("64", ("64",))):
+        if any(kind in lower for kind in kinds):
+            return f"{bits}-{'mixed' if '16' in bits and not true else 'true'}"
+    checks.one_of("precision", text, PRECISIONS)
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the axes, the schedule, and the physical settings of a run; the defaults are those of the strategy."""
+
+    tensor_parallel: int = 1
+    """Ranks that share one layer."""
+    pipeline_parallel: int = 1
+    """Pipeline stages."""
+    data_parallel: int = 1
+    """Replicas, which also share the optimizer's states from ``zero_stage`` 1 on."""
+    context_parallel: int = 1
+    """Ranks that share the sequence of one sample."""
+    expert_parallel: int = 1
+    """Ranks, among those of ``data_parallel``, that share the experts."""
+    zero_stage: int = 1
+    """What the replicas share out: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters."""
+    schedule: str | None = None
+    """Name of the pipeline schedule; ``None``: ``"1f1b"``, with several chunks per rank ``"interleaved_1f1b"``."""
+    virtual_stages: int = 1
+    """Chunks of the model per pipeline rank."""
+    micro_batch_size: int = 1
+    """Samples of a micro-batch."""
+    global_batch_size: int | None = None
+    """Samples of an optimizer step; ``None``: four micro-batches per stage and replica, one without a pipeline."""
+    sequence_parallel: bool = False
+    """Whether activations between tensor-parallel regions are cut along the sequence."""
+    activation_checkpointing: str | int | None = None
+    """``None``, ``"full"`` (recompute every layer), ``"selective"`` (the attention core only), or k (every k-th)."""
+    offload: str | None = None
+    """What lies in host memory: ``None``, ``"optimizer"`` states, or ``"parameters"`` too."""
+    precision: str = "bf16-mixed"
+    """A precision of Lightning, or ``"fp8"`` for matrix products in 8 bits."""
+    pipeline_split: tuple[int, ...] | None = None
+    """Layers of every chunk; ``None``: as even as possible."""
+    reduce_dtype: str = "float32"
+    """Type in which gradients are kept and summed."""
+    flash_attention: bool = True
+    """Whether attention is one fused kernel, which keeps no scores."""
+    overlap_grad_reduce: bool = True
+    """Whether gradients are reduced while the last micro-batch's backward runs."""
+    overlap_tensor_parallel: bool = False
+    """Whether tensor-parallel collectives run beside the matrix products (async TP, user buffers)."""
+    overlap_pipeline: bool = True
+    """Whether messages between stages travel while the stages compute."""
+    loss_parallel: bool = True
+    """Whether logits stay cut over the vocabulary under tensor parallelism."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "tensor_parallel", "pipeline_parallel", "data_parallel", "context_parallel", "expert_parallel",
+            "virtual_stages", "micro_batch_size",
+        ):  # fmt: skip
+            checks.positive(name, getattr(self, name))
+        checks.one_of("zero_stage", self.zero_stage, (0, 1, 2, 3))
+        object.__setattr__(self, "precision", _precision(self.precision))
+        checks.one_of("offload", self.offload, OFFLOADS)
+        checks.one_of("reduce_dtype", self.reduce_dtype, tuple(_DTYPE_BYTES))
+        if self.schedule is None:
+            object.__setattr__(self, "schedule", "1f1b" if self.virtual_stages == 1 else "interleaved_1f1b")
+        checks.one_of("schedule", self.schedule, SCHEDULE_NAMES)
+        chunks = SCHEDULES[self.schedule_name].virtual_stages if self.schedule_name in SCHEDULES else 1
+        if chunks not in (None, self.virtual_stages):
+            raise ConfigError(
+                f"schedule={self.schedule!r} runs {chunks} chunk(s) per pipeline rank, but virtual_stages="
+                f"{self.virtual_stages}. Use virtual_stages={chunks} or schedule='interleaved_1f1b'."
+            )
+        value = self.activation_checkpointing
+        if isinstance(value, str):
+            checks.one_of("activation_checkpointing", value, (None, "full", "selective"))
+        elif value is not None:
+            checks.positive("activation_checkpointing", value, also=", 'full', 'selective' or None")
+        if self.pipeline_split is not None:
+            object.__setattr__(self, "pipeline_split", tuple(self.pipeline_split))
+        if self.data_parallel % self.expert_parallel:
+            raise ConfigError(
+                f"expert_parallel={self.expert_parallel} must divide data_parallel={self.data_parallel}: experts are"
+                " shared out among the replicas."
+            )
+        if self.global_batch_size is not None:
+            checks.positive("global_batch_size", self.global_batch_size)
+            unit = self.data_parallel * self.micro_batch_size
+            if self.global_batch_size % unit:
+                lower = self.global_batch_size // unit * unit
+                raise ConfigError(
+                    f"global_batch_size={self.global_batch_size} is not a multiple of data_parallel x"
+                    f" micro_batch_size = {self.data_parallel} x {self.micro_batch_size} = {unit}. Use"
+                    f" {lower or unit} or {lower + unit}, or another micro_batch_size."
+                )
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule, never ``None``."""
+        return self.schedule or "1f1b"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel * self.context_parallel
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a replica in a step."""
+        if self.global_batch_size is None:
+            return 4 * self.pipeline_parallel if self.pipeline_parallel > 1 else 1
+        return self.global_batch_size // (self.data_parallel * self.micro_batch_size)
+
+    @property
+    def samples(self) -> int:
+        """Samples of an optimizer step."""
+        return self.micro_batches * self.micro_batch_size * self.data_parallel
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the whole pipeline."""
+        return self.pipeline_parallel * self.virtual_stages
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of a gradient element as it is kept and summed."""
+        return _DTYPE_BYTES[self.reduce_dtype]
+
+    def chunk_layers(self, layers: int) -> Sequence[int]:
+        """Layers of every chunk of a model of ``layers``.
+
+        Raises:
+            ConfigError: If there are more chunks than layers, or ``pipeline_split`` does not fit.
+        """
+        if self.pipeline_split is not None:
+            return explicit(self.pipeline_split, layers, self.num_chunks)
+        return uniform(layers, self.num_chunks)
+
+    def __str__(self) -> str:
+        sizes = f"tp{self.tensor_parallel} pp{self.pipeline_parallel} dp{self.data_parallel}"
+        if self.context_parallel > 1:
+            sizes += f" cp{self.context_parallel}"
+        if self.expert_parallel > 1:
+            sizes += f" ep{self.expert_parallel}"
+        chunks = f" v{self.virtual_stages}" if self.virtual_stages > 1 else ""
+        return (
+            f"{sizes} zero{self.zero_stage} {self.schedule_name}{chunks}"
+            f" {self.micro_batches}x{self.micro_batch_size} samples"
+        )

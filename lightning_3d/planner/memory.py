@@ -1,0 +1,204 @@
+"""Memory of a rank by kind: model states, activations, logits, buffers (docs/planner.md has the formulas)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from lightning_3d.planner.layout import Layout
+from lightning_3d.planner.pipeline import chunk_ranks, in_flight_chunks
+from lightning_3d.planner.shape import ModelShape
+
+GB = 1e9
+_BUCKET = 25 * 2**20
+"""Bytes that are gathered or reduced at once at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Memory of a rank of one pipeline stage at its peak, in bytes."""
+
+    parameters: float
+    """Weights as they are kept and as they are gathered for computing."""
+    gradients: float
+    """Gradients between micro-batches and while they are reduced."""
+    optimizer: float
+    """States of Adam, and the float32 weights if the parameters are kept in 16 bits."""
+    activations: float
+    """What the forward keeps for the backward, over all micro-batches in flight."""
+    logits: float
+    """Output of the head and what the loss keeps; last stage only."""
+    buffers: float
+    """Gathered layers, communication buckets, and what a layer needs while it runs."""
+
+    @property
+    def total(self) -> float:
+        """All of it, in bytes."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def in_gb(self) -> dict[str, float]:
+        """By kind, in 1e9 bytes."""
+        return {field.name: getattr(self, field.name) / GB for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter of the model states: whole on every replica, and shared out over them."""
+
+    parameters: float
+    parameters_shared: float
+    gradients: float
+    gradients_shared: float
+    optimizer: float
+    optimizer_shared: float
+
+    def total(self, replicas: int) -> float:
+        """Bytes per parameter with ``replicas``."""
+        whole = self.parameters + self.gradients + self.optimizer
+        return whole + (self.parameters_shared + self.gradients_shared + self.optimizer_shared) / replicas
+
+
+def state_bytes(precision: str, zero_stage: int, reduce_bytes: int) -> StateBytes:
+    """Model states of Adam under a ZeRO stage (Rajbhandari et al. 2020): ``2 + 2 + 12`` bytes in mixed precision.
+
+    Gradients have ``reduce_bytes``: float32 ones make it 18 (Megatron, and ours), and ``6 + 12/d`` with a sharded
+    optimizer. A true precision keeps weights and both moments in its own type.
+    """
+    true = {"32-true": 4, "64-true": 8, "bf16-true": 2, "16-true": 2}.get(precision)
+    weights, gradients, states = (2, reduce_bytes, 12) if true is None else (true, reduce_bytes, 2 * true)
+    return StateBytes(
+        parameters=0 if zero_stage == 3 else weights,
+        # The float32 shard of the optimizer is all that FSDP keeps; with 16-bit gradients (DeepSpeed) there is a
+        # 16-bit shard beside it.
+        parameters_shared=weights if zero_stage == 3 and (true is not None or reduce_bytes == 2) else 0,
+        gradients=0 if zero_stage >= 2 else gradients,
+        gradients_shared=gradients if zero_stage >= 2 else 0,
+        optimizer=0 if zero_stage else states,
+        optimizer_shared=states if zero_stage else 0,
+    )
+
+
+def layer_activations(
+    shape: ModelShape,
+    micro_batch: int,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+    activation_checkpointing: str | None = None,
+    flash_attention: bool = False,
+    context_parallel: int = 1,
+) -> float:
+    """Bytes that one layer keeps of a micro-batch in 16 bits: table 2 of Korthikanti et al. (2022), made general.
+
+    ``sbh (34 + 5as/h)`` for a GPT with dropout and nothing cut. Without dropout its masks (1 byte an element) are not
+    there; fewer heads of keys and values, a gated MLP and experts change their terms; context parallelism divides s.
+    """
+    tokens = shape.seq_len / context_parallel * micro_batch
+    t = tensor_parallel
+    t_outside = t if sequence_parallel else 1
+    mask = 1 if shape.has_dropout else 0
+    if activation_checkpointing == "full":
+        return 2 * tokens * shape.hidden / t_outside
+    # Kept whole by every tensor-parallel rank, unless the sequence is cut: inputs of norms, attention and MLP, masks.
+    outside = (8 + 2 * mask) * tokens * shape.hidden
+    # Cut over the ranks: queries, keys and values, attention's output, inner activations of the MLP.
+    attention = tokens * (4 * shape.query_width + 4 * shape.kv_width)
+    width, passed = shape.ffn_width, 1
+    if shape.experts:
+        width, passed = shape.expert_width, shape.experts_per_token + shape.shared_experts
+    mlp = tokens * width * passed * (6 if shape.gated_mlp else 4)
+    if shape.experts:
+        mlp += tokens * shape.hidden * 2 * passed  # every token stands once for each of its experts
+    scores = 0.0
+    if activation_checkpointing != "selective" and not flash_attention:
+        scores = (
+            (5 if shape.has_dropout else 2)
+            * shape.heads
+            * micro_batch
+            * (shape.seq_len / context_parallel)
+            * shape.seq_len
+        )
+    return outside / t_outside + (attention + mlp + scores) / t
+
+
+def chunk_parameters(shape: ModelShape, layers: int, is_first: bool, is_last: bool, layout: Layout) -> float:
+    """Parameters of a chunk that one tensor-parallel rank holds."""
+    t, e = layout.tensor_parallel, layout.expert_parallel
+    moe = layers * shape.moe_layers / shape.layers
+    experts = shape.experts * shape.mlp_parameters(shape.expert_width) if shape.experts else 0
+    per_moe = (shape.moe_layer_parameters - experts) / t + experts / (t * e)
+    total = (layers - moe) * shape.layer_parameters / t + moe * per_moe
+    if is_first:
+        total += shape.embedding_parameters / t
+    if is_last:
+        total += shape.norm_size
+        if not shape.tied_embeddings:
+            total += shape.head_parameters / t
+        elif not is_first:
+            total += shape.vocab * shape.hidden / t  # a copy of the embedding
+    return total
+
+
+def stage_memory(shape: ModelShape, layout: Layout) -> tuple[StageMemory, ...]:
+    """Memory of a rank of every stage at its peak."""
+    p, v, d = layout.pipeline_parallel, layout.virtual_stages, layout.data_parallel * layout.context_parallel
+    name = layout.schedule_name
+    chunk_layers = layout.chunk_layers(shape.layers)
+    owners = chunk_ranks(name, p, v)
+    last = layout.num_chunks - 1
+    element = {"32-true": 4, "64-true": 8}.get(layout.precision, 2) / 2
+    t = layout.tensor_parallel
+    tokens = shape.seq_len / layout.context_parallel * layout.micro_batch_size
+    states = state_bytes(layout.precision, layout.zero_stage, layout.reduce_bytes)
+    kept = _kept_per_layer(shape, layout) * element
+    full = element * layer_activations(
+        shape, layout.micro_batch_size, t, layout.sequence_parallel, None, layout.flash_attention,
+        layout.context_parallel,
+    )  # fmt: skip
+    result = []
+    for rank in range(p):
+        chunks = [c for c in range(layout.num_chunks) if owners[c] == rank]
+        parameters = sum(chunk_parameters(shape, chunk_layers[c], c == 0, c == last, layout) for c in chunks)
+        layers = sum(chunk_layers[c] for c in chunks)
+        live = in_flight_chunks(name, rank, p, v, layout.micro_batches) / v if p > 1 else 1
+        activations = live * layers * kept
+        if 0 in chunks:
+            activations += live * 2 * tokens * shape.hidden / (t if layout.sequence_parallel else 1) * shape.has_dropout
+        logits = 0.0
+        if last in chunks:
+            cut = t if layout.loss_parallel else 1
+            logits = tokens * shape.vocab / cut * 4
+            activations += 4 * element * tokens * shape.hidden / (t if layout.sequence_parallel else 1)
+        layer = shape.layer_parameters / t if not shape.experts else chunk_parameters(shape, 1, False, False, layout)
+        buffers = 0.0
+        if layout.zero_stage == 3:
+            buffers += 2 * layer * 2 + layer * layout.reduce_bytes
+        elif d > 1:
+            buffers += min(parameters * layout.reduce_bytes, max(_BUCKET, layer * layout.reduce_bytes)) / 1
+        if layout.activation_checkpointing not in (None, "selective"):
+            buffers += full
+        offloaded = layout.offload is not None
+        result.append(
+            StageMemory(
+                parameters=0.0
+                if layout.offload == "parameters"
+                else parameters * (states.parameters + states.parameters_shared / d),
+                gradients=parameters * (states.gradients + states.gradients_shared / d),
+                optimizer=0.0 if offloaded else parameters * (states.optimizer + states.optimizer_shared / d),
+                activations=activations,
+                logits=logits,
+                buffers=buffers,
+            )
+        )
+    return tuple(result)
+
+
+def _kept_per_layer(shape: ModelShape, layout: Layout) -> float:
+    def kept(checkpointing: str | None) -> float:
+        return layer_activations(
+            shape, layout.micro_batch_size, layout.tensor_parallel, layout.sequence_parallel, checkpointing,
+            layout.flash_attention, layout.context_parallel,
+        )  # fmt: skip
+
+    value = layout.activation_checkpointing
+    if isinstance(value, int):
+        return kept("full") / value + kept(None) * (1 - 1 / value)
+    return kept(value)
