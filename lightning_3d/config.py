@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.schedules import SCHEDULES
+from lightning_3d.schedules import ENGINE_SCHEDULES, SCHEDULES
 
 Size = int | Literal["auto"]
 
@@ -81,7 +81,7 @@ class ParallelConfig:
         for name in ("tensor_parallel", "pipeline_parallel", "data_parallel"):
             _check_size(name, getattr(self, name))
         _check_known("zero_stage", self.zero_stage, (0, 1, 2, 3))
-        _check_known("schedule", self.schedule, tuple(SCHEDULES))
+        _check_schedule(self.schedule)
         _check_known("nonfinite", self.nonfinite, NONFINITE)
         _check_known("loss_reduction", self.loss_reduction, ("mean", "sum"))
         _check_known("start_method", self.start_method, (None, *START_METHODS))
@@ -242,6 +242,16 @@ def parse_plan_value(pattern: str, value: object) -> tuple[str, int]:
     raise ConfigError(
         f"tp_plan[{pattern!r}]={value!r} is not known. Choose from {known}, 'colwise:N' (a matrix packed in N parts)."
     )
+
+
+def _check_schedule(name: object) -> None:
+    if isinstance(name, str) and name in SCHEDULES and name not in ENGINE_SCHEDULES:
+        known = ", ".join(repr(item) for item in ENGINE_SCHEDULES)
+        raise ConfigError(
+            f"schedule={name!r} can be simulated and planned with, but not trained with: its backward comes in two parts,"
+            f" inputs and weights, and the engine runs it as one. Choose from {known}."
+        )
+    _check_known("schedule", name, ENGINE_SCHEDULES)
 
 
 def _check_size(name: str, value: object) -> None:

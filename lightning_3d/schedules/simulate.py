@@ -26,6 +26,22 @@ class Span(NamedTuple):
     end: float
 
 
+class Message(NamedTuple):
+    """A tensor on its way between two ranks, with start and end of the transfer, in the unit of the given times."""
+
+    kind: Kind
+    """F for activations, B for their gradients."""
+    chunk: int
+    """The chunk that receives it."""
+    micro_batch: int
+    source: int
+    """Pipeline rank that sends it."""
+    target: int
+    """Pipeline rank that receives it."""
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Timeline:
     """What a simulated step does. Times in the unit of the given ones; tuples are indexed by pipeline rank."""
@@ -38,6 +54,8 @@ class Timeline:
     """Time each rank computes."""
     peak_live: tuple[int, ...]
     """Most activations each rank keeps at any moment, counted in chunks x micro-batches; see `peak_live`."""
+    messages: tuple[Message, ...]
+    """All messages, in no particular order."""
 
     @property
     def idle(self) -> tuple[float, ...]:
@@ -115,6 +133,11 @@ def simulate(
         total=max(rank.now for rank in ranks),
         busy=tuple(sum(end - start for _, start, end in rank.spans) for rank in ranks),
         peak_live=tuple(peak_live(schedule.compute(rank.rank)) for rank in ranks),
+        messages=tuple(
+            Message(Kind.F if forward else Kind.B, *name, source, target, end - send_time, end)
+            for (forward, source, target), channel in channels.items()
+            for name, end in channel.arrivals.items()
+        ),
     )
 
 
