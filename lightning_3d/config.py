@@ -248,8 +248,8 @@ def _check_schedule(name: object) -> None:
     if isinstance(name, str) and name in SCHEDULES and name not in ENGINE_SCHEDULES:
         known = ", ".join(repr(item) for item in ENGINE_SCHEDULES)
         raise ConfigError(
-            f"schedule={name!r} can be simulated and planned with, but not trained with: its backward comes in two parts,"
-            f" inputs and weights, and the engine runs it as one. Choose from {known}."
+            f"schedule={name!r} can be simulated and planned with, but not trained with: its backward comes in two"
+            f" parts, inputs and weights, and the engine runs it as one. Choose from {known}."
         )
     _check_known("schedule", name, ENGINE_SCHEDULES)
 

@@ -124,8 +124,8 @@ def bubble_fraction(name: str, stages: int, virtual_stages: int, micro_batches: 
 
     ``(p - 1) / (vm + p - 1)`` for m >= p (Narayanan et al. 2021, section 2.2, where it is given per ideal time);
     with fewer micro-batches than stages each waits for its own data between two chunks of a rank and the step takes
-    ``vp + m - 1`` turns instead of ``vm + p - 1``. Equal to the simulation, whatever a backward costs; where the backward
-    is split (`Rule.splits_backward`), if F, B and W take the same time.
+    ``vp + m - 1`` turns instead of ``vm + p - 1``. Equal to the simulation, whatever a backward costs; where the
+    backward is split (`Rule.splits_backward`), if F, B and W take the same time.
 
     Raises:
         ConfigError: As `build`.
