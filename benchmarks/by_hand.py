@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from benchmarks.workload import Shape
 from lightning_3d.models import GPT
+from lightning_3d.models.optimization import lr_factor
 
 
 class StageOfGPT(nn.Module):
@@ -88,7 +89,9 @@ def optimizer_of(module: nn.Module, shape: Shape) -> tuple[torch.optim.Optimizer
         betas=(0.9, 0.95),
     )
     total = 1_000_000
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: whole.lr_factor(step, total))
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_factor(step, total, whole.warmup_steps, whole.min_lr_ratio)
+    )
 
 
 def pipeline(shape: Shape, micro_batches: int, data: int = 1, tensor: int = 1) -> Callable[[], float | None]:

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_3d.models.optimization import adamw_with_cosine
+
 
 class Rotary(nn.Module):
     """Rotary positions: cosines and sines of position times frequency, one frequency per pair of head channels."""
@@ -106,6 +108,8 @@ class GPT(LightningModule):
         weight_decay: Weight decay of the matrices inside the blocks; norms, biases and embeddings have none.
         warmup_steps: Optimizer steps over which the learning rate grows to its peak.
         min_lr_ratio: Learning rate at the last step, as a share of the peak (cosine in between).
+        build_late: Make the layers in ``configure_model`` instead of at once: a rank then gets memory for its own part
+            only. For models that fit on no single device.
 
     Raises:
         ValueError: If ``num_heads`` does not divide ``width``.
@@ -124,6 +128,7 @@ class GPT(LightningModule):
         weight_decay: float = 0.1,
         warmup_steps: int = 20,
         min_lr_ratio: float = 0.1,
+        build_late: bool = False,
     ) -> None:
         super().__init__()
         if width % num_heads:
@@ -136,18 +141,25 @@ class GPT(LightningModule):
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
         self.min_lr_ratio = min_lr_ratio
+        if not build_late:
+            self.configure_model()
 
-        self.token_embedding = nn.Embedding(vocab_size, width)
-        self.rotary = Rotary(width // num_heads, sequence_length)
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, num_heads, dropout) for _ in range(num_layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocab_size, bias=False)
+    def configure_model(self) -> None:
+        """Make the layers, unless they are there."""
+        if hasattr(self, "blocks"):
+            return
+        sizes: Any = self.hparams
+        self.token_embedding = nn.Embedding(sizes.vocab_size, sizes.width)
+        self.rotary = Rotary(sizes.width // sizes.num_heads, sizes.sequence_length)
+        self.dropout = nn.Dropout(sizes.dropout)
+        self.blocks = nn.ModuleList(Block(sizes.width, sizes.num_heads, sizes.dropout) for _ in range(sizes.num_layers))
+        self.norm = nn.LayerNorm(sizes.width)
+        self.head = nn.Linear(sizes.width, sizes.vocab_size, bias=False)
         self.apply(_initialise)
         for name, parameter in self.named_parameters():
             if name.endswith(("proj.weight", "down.weight")):  # the residual stream starts equally wide at any depth
-                parameter.data /= math.sqrt(2 * num_layers)
-        if tie_weights:
+                parameter.data /= math.sqrt(2 * sizes.num_layers)
+        if sizes.tie_weights:
             self.head.weight = self.token_embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -184,27 +196,14 @@ class GPT(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Return AdamW with two groups (decayed and not) and a cosine schedule with warm-up, moved once a step."""
-        decayed: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
-        for name, parameter in self.named_parameters():
-            in_block_matrix = name.startswith("blocks.") and name.endswith("weight") and "norm" not in name
-            (decayed if in_block_matrix else others).append(parameter)
-        optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=self.learning_rate,
-            betas=(0.9, 0.95),
+        return adamw_with_cosine(
+            self,
+            lambda name, _: name.startswith("blocks.") and name.endswith("weight") and "norm" not in name,
+            self.learning_rate,
+            self.weight_decay,
+            self.warmup_steps,
+            self.min_lr_ratio,
         )
-        max_steps = self.trainer.max_steps
-        total = max_steps if max_steps > 0 else int(self.trainer.estimated_stepping_batches)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.lr_factor(step, total))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    def lr_factor(self, step: int, total: int) -> float:
-        """Return the learning rate at ``step`` of ``total`` as a share of the peak: linear warm-up, then a cosine."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        progress = min((step - self.warmup_steps) / max(total - self.warmup_steps, 1), 1.0)
-        return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
     @torch.no_grad()
     def generate(self, prompt: str, length: int = 400, temperature: float = 0.7, seed: int = 0) -> str:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_3d.models import GPT, ByteText
+from lightning_3d.models.optimization import lr_factor
 from lightning_3d.models.text import Windows, entropy
 
 
@@ -64,10 +65,22 @@ def test_only_matrices_inside_blocks_decay() -> None:
 
 def test_the_learning_rate_warms_up_and_falls_to_its_share() -> None:
     model = small(warmup_steps=4, min_lr_ratio=0.1)
-    factors = [model.lr_factor(step, 20) for step in range(21)]
+    factors = [lr_factor(step, 20, model.warmup_steps, model.min_lr_ratio) for step in range(21)]
     assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
     assert factors[4:] == sorted(factors[4:], reverse=True)
     assert factors[20] == pytest.approx(0.1)
+
+
+def test_layers_that_are_made_late_are_the_same() -> None:
+    late = small(build_late=True)
+    assert not list(late.parameters())
+    torch.manual_seed(0)
+    late.configure_model()
+    late.configure_model()
+    now = small()
+    assert list(late.state_dict()) == list(now.state_dict())
+    for name, value in now.state_dict().items():
+        assert torch.equal(late.state_dict()[name], value), name
 
 
 def test_a_sample_repeats_and_is_as_long_as_asked() -> None:
