@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,7 @@ from typing_extensions import override
 
 from lightning_3d.collectives import all_reduce
 from lightning_3d.errors import ConfigError
-from lightning_3d.mesh import Mesh
+from lightning_3d.mesh import Axis, Mesh
 from lightning_3d.waiting import waiting
 
 _REDUCTIONS: dict[str, Literal["sum", "max", "min", "avg"]] = {
@@ -30,6 +31,19 @@ class ReplicaStrategy(ParallelStrategy):
     """A strategy whose reductions and gathers run over replicas, and whose decisions are those of all ranks."""
 
     _mesh: Mesh | None = None
+    rank_in_step: int | None = None
+    """Within a step of a pipeline: the rank that this one passes for, so that rank 0 is where the loss is."""
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return super().global_rank if self.rank_in_step is None else self.rank_in_step
+
+    @property
+    def _everyone(self) -> Sequence[Axis]:
+        """Over which "all ranks" meet. In a step only a stage can: the others are elsewhere in theirs."""
+        mesh = self.topology
+        return (mesh.control_world,) if self.rank_in_step is None else (mesh.control_dp, mesh.control_tp)
 
     @property
     def topology(self) -> Mesh:
@@ -47,14 +61,19 @@ class ReplicaStrategy(ParallelStrategy):
         if not _distributed_is_initialized():
             return obj
         box = [obj]
-        dist.broadcast_object_list(box, src, group=self.topology.control_world.group, device=torch.device("cpu"))
+        for axis in self._everyone:
+            if axis.group is not None:
+                first = src if self.rank_in_step is None else axis.ranks[0]
+                dist.broadcast_object_list(box, first, group=axis.group, device=torch.device("cpu"))
         return box[0]
 
     @override
     def barrier(self, name: str | None = None) -> None:
         if _distributed_is_initialized():
             with waiting(self.topology, f"Barrier ({name or 'of all ranks'})"):
-                dist.barrier(group=self.topology.control_world.group)
+                for axis in self._everyone:
+                    if axis.group is not None:
+                        dist.barrier(group=axis.group)
 
     @override
     def reduce(
@@ -82,5 +101,6 @@ class ReplicaStrategy(ParallelStrategy):
         if self.topology.world.size == 1:
             return decision
         value = torch.tensor(int(decision))
-        all_reduce(value, self.topology.control_world, "min" if all else "max")
+        for axis in self._everyone:
+            value = all_reduce(value, axis, "min" if all else "max")
         return bool(value)

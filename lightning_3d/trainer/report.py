@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from lightning_3d.mesh import Mesh
+from lightning_3d.trainer.logger_calls import LoggerCalls
 from lightning_3d.trainer.logs import LogRelay
 from lightning_3d.trainer.messages import Channel
 from lightning_3d.trainer.mirror import Snapshot, StateMirror
@@ -16,6 +17,8 @@ from lightning_3d.trainer.mirror import Snapshot, StateMirror
 
 class StepReport:
     """Makes a batch look the same on every stage: the step's output, logged values and the state of the module.
+
+    What the step called on loggers is carried out on rank 0.
 
     Call :meth:`begin` before and :meth:`publish` after the micro-batches of each batch, on every rank.
 
@@ -31,6 +34,8 @@ class StepReport:
         self.mesh = mesh
         self.relay = relay
         self.mirror = mirror
+        self.calls = LoggerCalls(module, mesh)
+        """What steps call on loggers; the step on each micro-batch runs within its ``recording``."""
         self._before: Snapshot | None = None
         self._filler = False
         self._channel = Channel(
@@ -40,9 +45,10 @@ class StepReport:
             device=mesh.device,
         )
 
-    def begin(self, filler: bool) -> None:
+    def begin(self, filler: bool, num_micro_batches: int = 1) -> None:
         """A batch begins; what the module holds now is what changes are measured against."""
         self._filler = filler
+        self.calls.begin(filler, num_micro_batches)
         if filler:
             self._before = self.mirror.snapshot(copy=True)
         elif self.mesh.pp.size > 1:
@@ -84,15 +90,17 @@ class StepReport:
         if self._filler and before is not None:
             mirror.restore(before)
         logged = self.relay.collect() if last else None
+        calls = self.calls.collect() or None
         if self.mesh.pp.size > 1:
             if not self._filler and before is not None and not last:
                 # What this stage did before its part of the model is done by the last stage as well.
                 mirror.restore(before)
             delta = mirror.delta(before) if last and not self._filler and before is not None else None
-            message = (output, logged, delta or None)
-            (output, logged, delta), _ = self._channel.exchange(message, names=mirror.names, named=mirror.named)
+            message = (output, logged, delta or None, calls)
+            (output, logged, delta, calls), _ = self._channel.exchange(message, names=mirror.names, named=mirror.named)
             if delta is not None and not last:
                 mirror.apply(delta)
         if logged is not None:
             self.relay.replay(logged)
+        self.calls.replay(calls)
         return output

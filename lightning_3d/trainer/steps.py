@@ -230,7 +230,7 @@ class StepRunner:
 
     def _begin(self, facts: BatchFacts, num_pieces: int) -> None:
         self._relay.begin(facts, num_pieces)
-        self._report.begin(facts.filler)
+        self._report.begin(facts.filler, num_pieces)
         self._assembly.sharding.prepare_forward()
 
     def _pieces(self, batch: Any, facts: BatchFacts, training: bool) -> list[MicroBatch]:
@@ -276,6 +276,7 @@ class StepRunner:
                 self._report.counting(piece.size, self._config.virtual_stages),
                 self._assembly.loose or nullcontext(),
                 mixing_refused(step_fn) as check,
+                self._report.calls.recording(piece.size, weights[piece.index]),
             ):
                 output = step_fn(piece.data, *args[1:])
                 check(output)
