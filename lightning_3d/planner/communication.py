@@ -45,9 +45,8 @@ class Links:
             return (group.size - 1) * self.constants.latency_us * 1e-6
         members = max(1, self.cluster.domain // group.stride)
         outside = max(1, group.size // members)
-        # Beyond a few nodes libraries change from rings to trees: the hops grow with the logarithm.
-        hops = min(outside - 1, 4 * max(1, outside.bit_length()))
-        return ((members - 1) * self.constants.latency_us + hops * self.constants.network_latency_us) * 1e-6
+        inside = outside * (members - 1) * self.constants.latency_us
+        return (inside + (outside - 1) * self.constants.network_latency_us) * 1e-6
 
     def gather(self, num_bytes: float, group: Group) -> float:
         """All-gather or reduce-scatter: ``(N - 1) alpha + (N - 1)/N n/B``."""

@@ -32,9 +32,9 @@ class Constants:
     """Fraction of the NVLink bandwidth that a collective reaches."""
     network: float = 0.75
     """Fraction of the network bandwidth that a collective reaches."""
-    latency_us: float = 10.0
+    latency_us: float = 2.0
     """Of one hop inside an NVLink domain."""
-    network_latency_us: float = 20.0
+    network_latency_us: float = 8.0
     """Of one hop between nodes."""
     launch_us: float = 5.0
     """Time that a kernel takes at least."""

@@ -102,9 +102,8 @@ def estimate(
     sharded = _sharded_slowdown(layer, worst, shape, layout, links, replicas)
     forward = [part.forward + part.forward_tp + n * sharded[0] for part, n in zip(parts, chunks, strict=True)]
     backward = [part.backward + part.backward_tp + n * sharded[1] for part, n in zip(parts, chunks, strict=True)]
-    message = (
-        model.tokens * shape.hidden * kernels.bits / 8 / (layout.tensor_parallel if layout.sequence_parallel else 1)
-    )
+    cut = layout.tensor_parallel if layout.sequence_parallel or layout.scatter_gather else 1
+    message = model.tokens * shape.hidden * kernels.bits / 8 / cut
     send = links.send(message, cluster.world_size // p) if p > 1 else 0.0
     if not layout.overlap_pipeline and p > 1:
         forward, backward = [f + send for f in forward], [b + send for b in backward]
@@ -120,7 +119,12 @@ def estimate(
         m * (sharded[0] + sharded[1]) * sum(n for n, owner in zip(chunks, owners, strict=True) if owner == busiest)
     )
     dp_total, exposed = _data_parallel(
-        worst, layout, links, replicas, sum(backward[c] for c in range(last + 1) if owners[c] == busiest)
+        worst,
+        layout,
+        links,
+        replicas,
+        sum(time for time, owner in zip(forward, owners, strict=True) if owner == busiest),
+        sum(time for time, owner in zip(backward, owners, strict=True) if owner == busiest),
     )
     exposed += sharded_total
     optimizer = kernels.moving(worst / (replicas.size if layout.zero_stage else 1) * 32, 4)
@@ -181,7 +185,7 @@ def _sharded_slowdown(
     layer: PartTime, held: float, shape: ModelShape, layout: Layout, links: Links, replicas: Group
 ) -> tuple[float, float]:
     """What gathering parameters and reducing gradients in every micro-batch adds to a layer's forward and backward."""
-    if layout.zero_stage < 2 or replicas.size == 1:
+    if not layout.communicates_each_micro_batch or replicas.size == 1:
         return 0.0, 0.0
     parameters = held * layout.pipeline_parallel / shape.layers
     gather = links.gather(2 * parameters, replicas) if layout.zero_stage == 3 else 0.0
@@ -194,18 +198,19 @@ def _sharded_slowdown(
     return forward, added(layer.backward + layer.backward_tp, gather + reduce)
 
 
-def _data_parallel(held: float, layout: Layout, links: Links, replicas: Group, window: float) -> tuple[float, float]:
+def _data_parallel(
+    held: float, layout: Layout, links: Links, replicas: Group, forward: float, backward: float
+) -> tuple[float, float]:
     """Seconds of the collectives over replicas once a step, and those that nothing hides."""
     if replicas.size == 1:
         return 0.0, 0.0
     reduce = links.gather(layout.reduce_bytes * held, replicas)
     gather = links.gather(2 * held, replicas) if layout.zero_stage else reduce
-    if layout.zero_stage == 3:
-        return 0.0, 0.0
-    if layout.zero_stage == 2:
-        return gather, gather
+    if layout.communicates_each_micro_batch:
+        return (gather, gather) if layout.zero_stage == 2 else (0.0, 0.0)
     total = reduce + gather
     if not layout.overlap_grad_reduce:
         return total, total
-    hidden = min(reduce, window)
+    # Reduced behind the last backward, gathered behind the first forward; what hides still costs a little.
+    hidden = min(reduce, backward) + (min(gather, forward) if layout.zero_stage else 0.0)
     return total, total - hidden * (1 - links.constants.overlap_cost)

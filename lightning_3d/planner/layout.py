@@ -21,7 +21,7 @@ def _precision(text: str) -> str:
     if text in PRECISIONS or not isinstance(text, str):
         checks.one_of("precision", text, PRECISIONS)
         return text
-    lower, true = text.lower(), "true" in text.lower() or "pure" in text.lower()
+    lower, true = text.lower(), "true" in text.lower()
     if "fp8" in lower or "float8" in lower or "transformer-engine" in lower:
         return "fp8"
     for bits, kinds in (("bf16", ("bf16", "bfloat16")), ("16", ("16",)), ("32", ("32",)), ("64", ("64",))):
@@ -75,6 +75,11 @@ class Layout:
     """Whether tensor-parallel collectives run beside the matrix products (async TP, user buffers)."""
     overlap_pipeline: bool = True
     """Whether messages between stages travel while the stages compute."""
+    scatter_gather: bool = False
+    """Whether a message between stages is cut over the tensor-parallel ranks, each sending a part (Megatron)."""
+    reduce_each_micro_batch: bool | None = None
+    """Whether ZeRO-2 and 3 gather and reduce in every micro-batch; ``None``: yes, as the strategy does. Megatron and
+    torchtitan do it once a step in a pipeline, and keep whole gradients meanwhile."""
     loss_parallel: bool = True
     """Whether logits stay cut over the vocabulary under tensor parallelism."""
 
@@ -126,6 +131,11 @@ class Layout:
         return self.schedule or "1f1b"
 
     @property
+    def communicates_each_micro_batch(self) -> bool:
+        """Whether the replicas gather parameters or reduce gradients in every micro-batch."""
+        return self.zero_stage >= 2 and self.reduce_each_micro_batch is not False
+
+    @property
     def world_size(self) -> int:
         """Ranks in all."""
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel * self.context_parallel
@@ -159,8 +169,20 @@ class Layout:
             ConfigError: If there are more chunks than layers, or ``pipeline_split`` does not fit.
         """
         if self.pipeline_split is not None:
+            if min(self.pipeline_split[0], self.pipeline_split[-1]) == 0:
+                self._check_empty_ends(layers)
+                return self.pipeline_split
             return explicit(self.pipeline_split, layers, self.num_chunks)
         return uniform(layers, self.num_chunks)
+
+    def _check_empty_ends(self, layers: int) -> None:
+        """Published runs gave the embedding or the head a chunk of its own; the strategy cannot."""
+        split = self.pipeline_split or ()
+        if len(split) != self.num_chunks or sum(split) != layers or min(split[1:-1], default=1) < 1:
+            raise ConfigError(
+                f"pipeline_split={list(split)} must have {self.num_chunks} sizes that add up to {layers} layers; only"
+                " the first and the last may be 0, for a chunk of the embedding or the head alone."
+            )
 
     def __str__(self) -> str:
         sizes = f"tp{self.tensor_parallel} pp{self.pipeline_parallel} dp{self.data_parallel}"

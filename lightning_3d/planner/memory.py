@@ -147,7 +147,9 @@ def stage_memory(shape: ModelShape, layout: Layout) -> tuple[StageMemory, ...]:
     element = {"32-true": 4, "64-true": 8}.get(layout.precision, 2) / 2
     t = layout.tensor_parallel
     tokens = shape.seq_len / layout.context_parallel * layout.micro_batch_size
-    states = state_bytes(layout.precision, layout.zero_stage, layout.reduce_bytes)
+    # A pipeline that reduces once a step keeps whole gradients and parameters meanwhile.
+    stage = layout.zero_stage if layout.communicates_each_micro_batch else min(layout.zero_stage, 1)
+    states = state_bytes(layout.precision, stage, layout.reduce_bytes)
     kept = _kept_per_layer(shape, layout) * element
     full = element * layer_activations(
         shape, layout.micro_batch_size, t, layout.sequence_parallel, None, layout.flash_attention,
