@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -25,6 +26,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if gpu and not _has_gpu():
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if item not in gpu]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what has been imported out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def _has_gpu() -> bool:

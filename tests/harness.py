@@ -172,7 +172,7 @@ def _context() -> ForkServerContext:
     # The test modules are collected by now: importing them in the server spares every rank the imports that they need.
     collected = sorted(name for name in sys.modules if name.startswith(("tests.", "lightning_3d.")))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOAD, *collected])
+    context.set_forkserver_preload([*_PRELOAD, *collected, "tests.rank_server"])
     return context
 
 
