@@ -29,12 +29,13 @@ from lightning_3d.mesh import AXES, Mesh, Where, build_mesh, side_mesh
 from lightning_3d.pipeline.compiling import Compiler
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.progress import Progress
-from lightning_3d.trainer.assembly import assemble
+from lightning_3d.trainer.assembly import Assembly, assemble
 from lightning_3d.trainer.batches import BatchLedger
 from lightning_3d.trainer.callbacks import ServedCallbacks
 from lightning_3d.trainer.compiled import TakesCompiled
 from lightning_3d.trainer.elastic import fit_to_world
 from lightning_3d.trainer.failure import FailureGuard
+from lightning_3d.trainer.global_batch import tell_schedulers
 from lightning_3d.trainer.hook_logs import HookLogs
 from lightning_3d.trainer.launcher import make_launcher
 from lightning_3d.trainer.layout import Layout
@@ -323,7 +324,7 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
     def _watch(self, mesh: Mesh) -> None:
         self.guard.start(mesh)
         self._watchdog.start(mesh)
-        self._served.before_setup(self.lightning_module, mesh)
+        self._served.before_setup(self.lightning_module, mesh, self.guard)
 
     @contextmanager
     @override
@@ -341,6 +342,7 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
         self._gate = LoaderGate(trainer, self.topology, self._ledger, self.config, stopping)
         self._precision.attach(self.topology, self.config)
         self._precision.on_batch = self._ledger.take
+        self._served.before_layout(trainer, module, self.topology, whole=Assembly.of(module) is None)
         if self._assembly is None or self._assembly.stage.module is not module:
             self._assembly = assemble(module, self.config, self.topology, self._precision)
             self._assembly.engine.progress = self.progress
@@ -352,7 +354,7 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
         self.model = module
         self._saving.install(trainer)
         if self.topology.world.size > 1:
-            self._served.install(trainer, module, self._model_state, self.topology)
+            self._served.install(trainer, module, self._model_state, self.topology, self._ledger)
         self._precision.owned = self._assembly.sharding.owned
         self._predictions = PredictionGate(trainer, self.topology, self._ledger)
         self._runner = StepRunner(
@@ -380,6 +382,7 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [self._assembled.current_parameter(parameter) for parameter in group["params"]]
+        tell_schedulers(self.lr_scheduler_configs, trainer, self.config, self.topology)
 
     @override
     def model_to_device(self) -> None:

@@ -1,4 +1,4 @@
-"""Lightning's callbacks that take parameters for whole tensors, served for the time of a run."""
+"""Lightning's callbacks that take a rank for the whole job, served for the time of a run, or refused before it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, ModelPruning
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint import ModelState
+from lightning_3d.collectives import broadcast_object
+from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
 from lightning_3d.trainer.averaging import Averaging
+from lightning_3d.trainer.batches import BatchLedger
 from lightning_3d.trainer.data_assignment import DataAssignment
+from lightning_3d.trainer.failure import FailureGuard
+from lightning_3d.trainer.last_checkpoint import ExceptionCheckpoints
+from lightning_3d.trainer.measuring_callbacks import RateSearch, serve_throughput
+from lightning_3d.trainer.model_summary import Summaries
 
 
 class ServedCallbacks:
@@ -24,18 +32,41 @@ class ServedCallbacks:
         self._finetuning = Finetuning()
         self._averaging = Averaging()
         self._assignment = DataAssignment()
+        self._rate_search = RateSearch()
+        self._last_checkpoints = ExceptionCheckpoints()
+        self._summaries = Summaries()
 
-    def before_setup(self, module: pl.LightningModule | None, mesh: Mesh) -> None:
-        """Before the ``setup`` hook of the callbacks of the Trainer that ``module`` belongs to."""
+    def before_setup(self, module: pl.LightningModule | None, mesh: Mesh, guard: FailureGuard) -> None:
+        """Before the ``setup`` hook of the callbacks of the Trainer that ``module`` belongs to.
+
+        Raises:
+            ConfigError: for a callback that cannot work over several ranks.
+        """
         if mesh.world.size > 1 and module is not None and module._trainer is not None:
-            self._averaging.before_setup(_of(module.trainer), module)
+            items = _of(module.trainer)
+            refuse(items)
+            agree_on_versions(module.trainer.loggers, mesh)
+            self._averaging.before_setup(items, module)
+            self._last_checkpoints.install(items, guard)
+
+    def before_layout(self, trainer: pl.Trainer, module: pl.LightningModule, mesh: Mesh, whole: bool) -> None:
+        """Before ``module`` is laid out, unless an earlier Trainer has done so: it is not ``whole`` then."""
+        if mesh.world.size > 1 and trainer.state.fn == TrainerFn.FITTING:
+            self._summaries.before_layout(_of(trainer), module, mesh, whole)
 
     def install(
-        self, trainer: pl.Trainer, module: pl.LightningModule, state: Callable[[], ModelState], mesh: Mesh
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        state: Callable[[], ModelState],
+        mesh: Mesh,
+        ledger: BatchLedger,
     ) -> None:
         """Begin, once ``module`` is laid out; ``state`` gives the rank's view of it."""
         self._finetuning.install(_of(trainer))
         self._assignment.install()
+        self._rate_search.install(_of(trainer), mesh, ledger)
+        serve_throughput(_of(trainer), mesh)
         self._averaging.install(_of(trainer), module, state, mesh, trainer.state.fn == TrainerFn.FITTING)
 
     def remove(self) -> None:
@@ -43,10 +74,44 @@ class ServedCallbacks:
         self._finetuning.remove()
         self._assignment.remove()
         self._averaging.remove()
+        self._rate_search.remove()
+        self._last_checkpoints.remove()
+        self._summaries.remove()
 
 
 def _of(trainer: pl.Trainer) -> Sequence[pl.Callback]:
     return trainer.callbacks  # type: ignore[attr-defined]
+
+
+def refuse(items: Iterable[pl.Callback]) -> None:
+    """Refuse callbacks that cannot work over several ranks.
+
+    Raises:
+        ConfigError: saying what to do instead.
+    """
+    for item in items:
+        if isinstance(item, BatchSizeFinder):
+            raise ConfigError(
+                "BatchSizeFinder (or Tuner.scale_batch_size) was given, which tries batch sizes until a process runs"
+                " out of memory; of several ranks one runs out where the others go on and wait for it. Choose the batch"
+                " size by hand: micro_batch_size bounds what a step holds in memory, whatever the size of the batch."
+            )
+        if isinstance(item, ModelPruning):
+            raise ConfigError(
+                "ModelPruning was given, which masks whole weights and chooses what to mask among them, but a rank"
+                " holds a part of the model. Prune the weights in one process after training, from"
+                " strategy.full_state_dict()."
+            )
+
+
+def agree_on_versions(loggers: Iterable[Logger], mesh: Mesh) -> None:
+    """Give loggers that number their folders rank 0's number, before it makes them; collective."""
+    numbered = [logger for logger in loggers if isinstance(logger, (CSVLogger, TensorBoardLogger))]
+    if not numbered:
+        return
+    versions = broadcast_object([logger.version for logger in numbered] if mesh.rank == 0 else None, mesh.control_world)
+    for logger, version in zip(numbered, versions, strict=True):
+        logger._version = version
 
 
 class Finetuning:

@@ -172,6 +172,30 @@ class FailureGuard:
             SiblingFailure.reason = reason.strip().splitlines()[0]
         return reason is not None
 
+    def meet(self, word: str, patience_s: float) -> bool:
+        """Whether every rank comes here, within some time, with the same word; the same answer on all that come.
+
+        Through the store: other ranks may be stuck in a collective, or gone.
+        """
+        if self._store is None or self._sizes is None:
+            return True
+        decision = f"{self.scope}/meeting"
+        deadline = time.monotonic() + patience_s
+        try:
+            self._store.add(f"{decision}/{word}", 1)
+            while (
+                came := self._store.add(f"{decision}/{word}", 0)
+            ) < self._sizes.world and time.monotonic() < deadline:
+                if self._tripped is not None or self._reason() is not None:
+                    break
+                time.sleep(0.1)
+                came = self._store.add(f"{decision}/{word}", 0)
+            answer = "yes" if came == self._sizes.world else "no"
+            # One answer for all: a rank may have given up just when the last one came.
+            return bool(self._store.compare_set(decision, "", answer) == b"yes")
+        except Exception:  # the store has gone with its rank
+            return False
+
     def trip(self, reason: str, announce: bool = False) -> None:
         """Make this rank stop because of what happened elsewhere.
 

@@ -233,7 +233,7 @@ class LoggerCalls:
         if kind not in self._kinds:
             self._kinds[kind] = _recording_kind(kind, self._look)
         # Its class, not another object in its place: the user may hold it under another name, or ask for its type.
-        logger.__class__ = self._kinds[kind]  # type: ignore[assignment]
+        logger.__class__ = self._kinds[kind]
         try:
             yield
         finally:
