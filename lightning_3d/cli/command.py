@@ -58,7 +58,19 @@ def inspect(args: list[str]) -> int:
     return run(args)
 
 
-SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {"convert": convert, "doctor": doctor, "inspect": inspect}
+def simulate(args: list[str]) -> int:
+    """Show what pipeline schedules do: timeline, bubble and memory, as tables and pictures."""
+    from lightning_3d.cli.simulate import main
+
+    return main(args)
+
+
+SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "convert": convert,
+    "doctor": doctor,
+    "inspect": inspect,
+    "simulate": simulate,
+}
 """Commands that train nothing, by name: each takes the arguments after its name and returns an exit code."""
 
 

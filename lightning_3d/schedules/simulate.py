@@ -62,6 +62,31 @@ class Timeline:
         """Time each rank waits, ``total - busy``."""
         return tuple(self.total - busy for busy in self.busy)
 
+    def live(self, rank: int, sizes: Sequence[float] | None = None) -> list[tuple[float, float]]:
+        """What a rank keeps over time.
+
+        Args:
+            rank: Pipeline rank.
+            sizes: What one micro-batch keeps on each chunk, in any unit; by default 1.
+
+        Returns:
+            Times, and what is kept from each on; an activation counts from the start of its F to the end of its last
+            action.
+        """
+        last = {(action.chunk, action.micro_batch): action for action, _, _ in self.spans[rank]}
+        changes = []
+        for action, start, end in self.spans[rank]:
+            size = 1.0 if sizes is None else sizes[action.chunk]
+            if action.kind is Kind.F:
+                changes.append((start, size))
+            if last[action.chunk, action.micro_batch] == action:
+                changes.append((end, -size))
+        kept, steps = 0.0, {}
+        for time, change in changes:  # in order of time: a rank does one thing after another
+            kept += change
+            steps[time] = kept
+        return list(steps.items())
+
     @property
     def bubble_fraction(self) -> float:
         """Idle time of all ranks as a fraction of their *total* time, as a measured idle fraction shows it."""

@@ -36,7 +36,7 @@ LAYERS = """
     collectives  waiting  placeholder  example_inputs
     provenance  attributes
     mesh
-    config  progress
+    config  progress  lr_scaling  pictures
     schedules  partition
     errors
 """
