@@ -32,6 +32,7 @@ from lightning_3d.progress import Progress
 from lightning_3d.trainer.assembly import Assembly, assemble
 from lightning_3d.trainer.batches import BatchLedger
 from lightning_3d.trainer.callbacks import ServedCallbacks
+from lightning_3d.trainer.clock import follow_one_clock
 from lightning_3d.trainer.compiled import TakesCompiled
 from lightning_3d.trainer.elastic import fit_to_world
 from lightning_3d.trainer.failure import FailureGuard
@@ -367,6 +368,7 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
             loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
             for loop in (*loops, trainer.predict_loop):
                 loop.inference_mode = False
+        follow_one_clock(trainer, self.topology)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._clipping = TorchClipping(self.topology, self._assembly.sharding.owned)

@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from tests.conformance.record import Recorder
 from tests.dist.lightning_modules import Mesh, Tokens, loader, make_trainer, rows, seeded
 
 LAYOUTS: tuple[Mesh, ...] = ((2, 1, 2), (2, 2, 2))
+
+
+FIRST = "on rank 0:"
+"""Begins the names of notes that other ranks cannot have."""
 
 
 class Scene:
@@ -36,7 +40,7 @@ class Scene:
 
     def module(self, kind: type[LightningModule] = Tokens, *args: Any, **kwargs: Any) -> Any:
         """A module of a recorded subclass of ``kind``, from the seed that all runs share."""
-        return seeded(self.recorder.module(kind), *args, **kwargs)
+        return seeded(self.recorder.module(kind), *(args or (2,)), **kwargs)
 
     def loader(self, num: int = 12, batch: int = 4, **options: Any) -> DataLoader[Any]:
         """``num`` rows of tokens; ``batch`` samples over all replicas."""
@@ -69,3 +73,16 @@ class Case:
 
     def __str__(self) -> str:
         return self.name
+
+
+def at(hook: str, what: Callable[[Trainer, LightningModule], Any], nth: int = 1) -> Callback:
+    """A callback that does something when ``hook`` is called for the ``nth`` time."""
+    count = 0
+
+    def act(self: Callback, trainer: Trainer, module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == nth:
+            what(trainer, module)
+
+    return type("Acting", (Callback,), {hook: act})()

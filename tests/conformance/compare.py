@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from tests.conformance.case import Case
+from tests.conformance.case import FIRST, Case
 from tests.conformance.record import Happened
 from tests.dist.lightning_modules import Mesh
 
@@ -23,7 +23,9 @@ PER_NODE = ("module.prepare_data", "data.prepare_data")
 def differences(expected: Happened, got: Happened, rank: int) -> list[str]:
     """Lines such as ``only in one process: callback.on_fit_end()``; none where both saw the same."""
     lines = [*_of_calls(expected, got, rank)]
-    lines += _of_values("notes", expected.notes, got.notes)
+    first = {} if rank == 0 else {key: None for key in expected.notes if key.startswith(FIRST)}
+    notes = [{key: value for key, value in one.notes.items() if key not in first} for one in (expected, got)]
+    lines += _of_values("note", *notes)
     if rank == 0:  # the others are quiet, as under every strategy
         lines += _of_lists("message", expected.messages, got.messages)
         lines += _of_lists("file", expected.files, got.files)

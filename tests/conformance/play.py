@@ -7,10 +7,14 @@ import dataclasses
 import faulthandler
 import os
 import pickle
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from tests.conformance.case import Case, Scene
 from tests.conformance.record import Happened, Recorder, files_below, listening
@@ -27,7 +31,7 @@ def play(case: Case, mesh: Mesh | None, folder: Path) -> Happened:
     happened = recorder.happened
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    with listening(happened):
+    with listening(happened), _nothing_left_behind():
         try:
             case.play(Scene(mesh, folder, recorder), **case.options)
         except BaseException as error:
@@ -36,6 +40,28 @@ def play(case: Case, mesh: Mesh | None, folder: Path) -> Happened:
                 raise
     happened.seconds = time.monotonic() - began
     return happened
+
+
+@contextlib.contextmanager
+def _nothing_left_behind() -> Iterator[None]:
+    """Put back what a Trainer sets for the whole process."""
+    interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = False
+        torch.autograd.set_detect_anomaly(False)
+        _leave_groups()
+
+
+def _leave_groups() -> None:
+    """Every Trainer makes process groups of its own, with threads; the default group stays."""
+    if dist.is_initialized():
+        world = dist.distributed_c10d._world
+        for group in [group for group in world.pg_map if group is not dist.group.WORLD]:
+            dist.destroy_process_group(group)
 
 
 def play_here(case: Case, folder: Path) -> Happened:
@@ -80,8 +106,8 @@ def _play_all(rank: int, world: int, cases: Sequence[Case], mesh: Mesh, folder: 
         happened = play(case, mesh, folder / case.name)
         faulthandler.cancel_dump_traceback_later()
         result = _result(folder, case, rank)
-        result.with_suffix(".part").write_bytes(pickle.dumps(happened))
-        with contextlib.suppress(FileNotFoundError):
-            result.with_suffix(".part").rename(result)
+        part = result.with_name(f"{result.name}.part")
+        part.write_bytes(pickle.dumps(happened))
+        part.rename(result)
         if happened.error or case.alone:
             return  # ranks whose Trainer has raised take each other down: new ones go on

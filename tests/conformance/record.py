@@ -29,19 +29,23 @@ _OPTIMIZATION = (
     "optimizer_zero_grad",
 )
 _LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
-MODULE_HOOKS = tuple(
-    sorted(
-        {name for kind in (ModelHooks, DataHooks, CheckpointHooks) for name in vars(kind) if not name.startswith("_")}
-        - {"configure_sharded_model", *_LOADERS}
-    )
-) + (*_OPTIMIZATION, "backward")
+MODULE_HOOKS = (
+    *(
+        name
+        for kind in (ModelHooks, DataHooks, CheckpointHooks)
+        for name in vars(kind)
+        if not name.startswith("_") and name not in ("configure_sharded_model", *_LOADERS)
+    ),
+    *_OPTIMIZATION,
+    "backward",
+)
 CALLBACK_HOOKS = tuple(
     sorted(name for name in vars(Callback) if not name.startswith("_") and callable(getattr(Callback, name)))
 )
 _METRICS_AT = ("batch_end", "_end", "on_save_checkpoint", "on_sanity_check_end")
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-_UNTOLD = ("does not have many workers", "GPU available", "TPU available", "isinstance(treespec, LeafSpec)")
-"""Warnings about the machine, or inside torch and Lightning."""
+_UNTOLD = ("does not have many workers", "isinstance(treespec, LeafSpec)", "micro-batches per step for")
+"""Warnings about the machine, inside of Lightning, and of the bubble that batches of a test leave."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +210,7 @@ class _Told(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if text.startswith(("`Trainer", "Trainer will", "Time limit", "Trainer was signaled", "Monitored metric")):
-            self._happened.messages.append(text.splitlines()[0])
+            self._happened.messages.append(text.splitlines()[0].split("Elapsed time")[0])
 
 
 def _forget_warnings() -> None:
