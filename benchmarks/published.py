@@ -141,6 +141,9 @@ def as_layout(row: Mapping[str, str], shape: ModelShape, cluster: Cluster) -> La
     checkpointing = next((kind for kind in ("full", "selective") if recompute.startswith(kind)), None)
     new = gpu(row["gpu"]).generation not in ("volta", "ampere")
     fully_sharded = (zero or 0) >= 2 and pp == 1 and tp == 1
+    if checkpointing == "selective" and fully_sharded:
+        checkpointing = "operators"
+    fused = not fully_sharded or "fp8" in text or "float8" in text
     schedule = _schedule(row.get("model_name") or "")
     virtual = _whole(row, "virtual_pp")
     if virtual is None:
@@ -170,6 +173,8 @@ def as_layout(row: Mapping[str, str], shape: ModelShape, cluster: Cluster) -> La
         precision=row.get("precision") or "bf16",
         reduce_dtype="float16" if text.startswith("fp16") else "bfloat16" if "pure" in text else "float32",
         flash_attention=not unfused,
+        fused_elementwise=fused,
+        fused_loss=not fully_sharded,
         overlap_grad_reduce=new or sharded_states >= 2 or "overlap" in text,
         overlap_tensor_parallel=new and tp > 1 and recompute != "none",
         overlap_pipeline=new,

@@ -113,6 +113,8 @@ class LayerModel:
         backward += again * forward
         if value == "selective" and not layout.flash_attention:
             backward += core
+        elif value == "operators":
+            backward += (forward - core - moved) / 2 + moved
         return PartTime(forward, backward, weight, tp, tp * (1 + again))
 
     def _moved(self, moe: bool) -> float:
@@ -128,7 +130,9 @@ class LayerModel:
         if self.kernels.fp8:
             # Inputs of the products are cast, and their transposes kept for the backward.
             inside += 3 * self.tokens * (2 * shape.hidden + width * passed / self.layout.tensor_parallel)
-        return self.kernels.moving(outside + inside, 8)
+        known = self.kernels.constants
+        traffic = known.elementwise if self.layout.fused_elementwise else known.elementwise_eager
+        return self.kernels.moving((outside + inside) * traffic, 8)
 
     def _collectives(self, moe: bool) -> float:
         """Collectives that a layer's forward waits for; its backward has as many."""
@@ -156,7 +160,7 @@ class LayerModel:
         product = self.kernels.matmul(self.tokens, shape.vocab / t, shape.hidden)
         weight = self.kernels.matmul(shape.hidden, shape.vocab / t, self.tokens)
         inputs = self.kernels.matmul(self.tokens, shape.hidden, shape.vocab / t)
-        logits = self.kernels.moving(self.tokens * shape.vocab / t * 8, 4)
+        logits = self.kernels.moving(self.tokens * shape.vocab / t * (8 if self.layout.fused_loss else 16), 4)
         tp = self.links.all_reduce(self.tokens * shape.hidden * self.kernels.bits / 8, Group(t))
         return PartTime(product + logits, inputs + weight + logits, weight, 0.0, tp)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from lightning_3d.errors import ConfigError
 
@@ -27,7 +25,9 @@ class Constants:
     hbm: float = 0.80
     """Fraction of the memory bandwidth that elementwise kernels reach."""
     elementwise: float = 1.0
-    """Memory traffic of what is not a matrix product, beside kernels that read and write every tensor once."""
+    """Memory traffic of norms, activations and residuals where they are fused, beside reading and writing each once."""
+    elementwise_eager: float = 1.6
+    """The same where every operation is a kernel of its own."""
     nvlink: float = 0.75
     """Fraction of the NVLink bandwidth that a collective reaches."""
     network: float = 0.75
@@ -44,24 +44,14 @@ class Constants:
     """Fraction of a step for what is not modelled: data, logging, stragglers."""
 
 
-FITTED: Mapping[str, Constants] = MappingProxyType(
-    {
-        "volta": Constants(gemm=0.65),
-        "ampere": Constants(gemm=0.85),
-        "hopper": Constants(gemm=0.75),
-        "hopper-500w": Constants(gemm=0.65),
-        "blackwell": Constants(gemm=0.75),
-    }
-)
-"""By generation of GPU; `python -m benchmarks.planner_fit` makes it."""
-
-
 def constants(generation: str, measured: tuple[tuple[str, float], ...] = ()) -> Constants:
     """Those of a generation, with what was measured on the user's own devices put in.
 
     Raises:
         ConfigError: If a measured name is not a constant.
     """
+    from lightning_3d.planner.fitted import FITTED
+
     found = FITTED.get(generation, FITTED["hopper"])
     names = {field.name for field in dataclasses.fields(Constants)}
     for name, _ in measured:

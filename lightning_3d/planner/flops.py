@@ -46,7 +46,7 @@ def hardware_flops_per_token(
     dense, moe = shape.layers - shape.moe_layers, shape.moe_layers
     core = shape.layers * attention_flops(shape, causal)
     forward = 2.0 * (dense * layer_weights(shape) + moe * layer_weights(shape, moe=True)) + core
-    again = {None: 0.0, "full": forward, "selective": core}
+    again = {None: 0.0, "full": forward, "selective": core, "operators": (forward - core) / 2}
     if isinstance(activation_checkpointing, int):
         repeated = forward * len(range(0, shape.layers, activation_checkpointing)) / shape.layers
     else:

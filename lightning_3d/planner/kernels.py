@@ -54,10 +54,8 @@ class Kernels:
         return flops / (self.device.tflops * 1e12 * self.constants.attention * min(1.0, 16 / self.bits))
 
     def moving(self, num_bytes: float, kernels: int = 1) -> float:
-        """Elementwise work that reads and writes ``num_bytes`` in all."""
-        return max(
-            num_bytes * self.constants.elementwise / self._memory_speed, kernels * self.constants.launch_us * 1e-6
-        )
+        """Work that only reads and writes ``num_bytes`` in all."""
+        return max(num_bytes / self._memory_speed, kernels * self.constants.launch_us * 1e-6)
 
 
 def filling(m: float, n: float, sms: int) -> float:

@@ -12,6 +12,7 @@ from lightning_3d.planner.pipeline import SCHEDULE_NAMES
 from lightning_3d.schedules import SCHEDULES
 
 PRECISIONS = ("bf16-mixed", "16-mixed", "bf16-true", "16-true", "32-true", "64-true", "fp8")
+CHECKPOINTINGS = ("full", "selective", "operators")
 OFFLOADS = (None, "optimizer", "parameters")
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -58,7 +59,8 @@ class Layout:
     sequence_parallel: bool = False
     """Whether activations between tensor-parallel regions are cut along the sequence."""
     activation_checkpointing: str | int | None = None
-    """``None``, ``"full"`` (recompute every layer), ``"selective"`` (the attention core only), or k (every k-th)."""
+    """``None``, ``"full"`` (recompute every layer), k (every k-th), ``"selective"`` (the attention core only; nothing
+    under a fused kernel), or ``"operators"`` (every second matrix product and all elementwise work, as torchtitan)."""
     offload: str | None = None
     """What lies in host memory: ``None``, ``"optimizer"`` states, or ``"parameters"`` too."""
     precision: str = "bf16-mixed"
@@ -69,6 +71,10 @@ class Layout:
     """Type in which gradients are kept and summed."""
     flash_attention: bool = True
     """Whether attention is one fused kernel, which keeps no scores."""
+    fused_elementwise: bool = False
+    """Whether norms, activations and residuals are fused (``torch.compile``, Megatron's kernels), not one kernel each."""
+    fused_loss: bool = False
+    """Whether the loss works in place on its logits, instead of keeping float32 copies of them."""
     overlap_grad_reduce: bool = True
     """Whether gradients are reduced while the last micro-batch's backward runs."""
     overlap_tensor_parallel: bool = False
@@ -104,9 +110,11 @@ class Layout:
             )
         value = self.activation_checkpointing
         if isinstance(value, str):
-            checks.one_of("activation_checkpointing", value, (None, "full", "selective"))
+            checks.one_of("activation_checkpointing", value, (None, *CHECKPOINTINGS))
         elif value is not None:
-            checks.positive("activation_checkpointing", value, also=", 'full', 'selective' or None")
+            checks.positive(
+                "activation_checkpointing", value, also=", one of 'full', 'selective', 'operators', or None"
+            )
         if self.pipeline_split is not None:
             object.__setattr__(self, "pipeline_split", tuple(self.pipeline_split))
         if self.data_parallel % self.expert_parallel:

@@ -97,6 +97,10 @@ def layer_activations(
     mask = 1 if shape.has_dropout else 0
     if activation_checkpointing == "full":
         return 2 * tokens * shape.hidden / t_outside
+    if activation_checkpointing == "operators":
+        # Of the products of a layer every second is kept, and what attention gives back; the rest is made again.
+        products = shape.query_width + shape.kv_width * 2 + (2 if shape.gated_mlp else 1) * shape.ffn_width
+        return tokens * (4 * shape.hidden / t_outside + (products + 2 * shape.query_width) / t)
     # Kept whole by every tensor-parallel rank, unless the sequence is cut: inputs of norms, attention and MLP, masks.
     outside = (8 + 2 * mask) * tokens * shape.hidden
     # Cut over the ranks: queries, keys and values, attention's output, inner activations of the MLP.
@@ -170,12 +174,12 @@ def stage_memory(shape: ModelShape, layout: Layout) -> tuple[StageMemory, ...]:
             logits = tokens * shape.vocab / cut * 4
             activations += 4 * element * tokens * shape.hidden / (t if layout.sequence_parallel else 1)
         layer = shape.layer_parameters / t if not shape.experts else chunk_parameters(shape, 1, False, False, layout)
-        buffers = 0.0
+        buffers = 0.0 if layout.fused_loss else 2 * logits  # copies that a plain cross entropy keeps
         if layout.zero_stage == 3:
             buffers += 2 * layer * 2 + layer * layout.reduce_bytes
         elif d > 1:
             buffers += min(parameters * layout.reduce_bytes, max(_BUCKET, layer * layout.reduce_bytes)) / 1
-        if layout.activation_checkpointing not in (None, "selective"):
+        if layout.activation_checkpointing not in (None, "selective", "operators"):
             buffers += full
         offloaded = layout.offload is not None
         result.append(

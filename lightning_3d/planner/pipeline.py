@@ -38,7 +38,7 @@ class _Order:
     rank: tuple[int, ...]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=512)
 def _order(name: str, stages: int, virtual_stages: int, micro_batches: int) -> _Order:
     rule = SCHEDULES[name]
     chunks = stages * virtual_stages
