@@ -8,18 +8,23 @@ from lightning_3d.planner.gpus import GPU, GPUS, gpu
 from lightning_3d.planner.layout import Layout
 from lightning_3d.planner.memory import StageMemory
 from lightning_3d.planner.presets import PRESETS, preset
+from lightning_3d.planner.search import Candidate, Plan, Refusal, plan
 from lightning_3d.planner.shape import ModelShape
 
 __all__ = [
     "GPU",
     "GPUS",
     "PRESETS",
+    "Candidate",
     "Cluster",
     "Estimate",
     "Layout",
     "ModelShape",
+    "Plan",
+    "Refusal",
     "StageMemory",
     "estimate",
     "gpu",
+    "plan",
     "preset",
 ]
