@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import Parameter
 
 
 def carry_attributes(old: Tensor, new: Tensor) -> None:
@@ -13,7 +14,9 @@ def carry_attributes(old: Tensor, new: Tensor) -> None:
 
 def share_attributes(holder: Tensor, other: Tensor) -> None:
     """Let both have the attributes of ``holder`` from now on: what is set on one is seen on the other."""
-    if vars(other) is not vars(holder):
+    if type(other) not in (Tensor, Parameter):  # such a class keeps in the dictionary what it is
+        carry_attributes(holder, other)
+    elif vars(other) is not vars(holder):
         other.__dict__ = holder.__dict__
 
 

@@ -7,7 +7,7 @@ from lightning_3d.initialization.deferral import LARGE, deferring, following, pa
 from lightning_3d.initialization.pretrained import reading_late
 from lightning_3d.initialization.rebuild import rebuild
 from lightning_3d.initialization.recipes import value_of
-from lightning_3d.initialization.values import is_deferred, materialise, missing_values
+from lightning_3d.initialization.values import is_deferred, materialise, missing_values, parameters_from
 
 __all__ = [
     "LARGE",
@@ -17,6 +17,7 @@ __all__ = [
     "is_deferred",
     "materialise",
     "missing_values",
+    "parameters_from",
     "paused",
     "reading_late",
     "rebuild",

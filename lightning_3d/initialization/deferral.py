@@ -34,19 +34,20 @@ _active, _paused = [0], [0]
 
 
 @contextlib.contextmanager
-def deferring(least: int | None = LARGE) -> Iterator[None]:
+def deferring(least: int | None = LARGE, draws: bool = True) -> Iterator[None]:
     """Within, new tensors of ``least`` elements and more get no memory but a recipe.
 
     Operations on such tensors are recorded. Those that draw random numbers draw them once, so the generators move as
     ever and everything has the values that it would have had. Code within sees the device that a tensor was meant for;
     ``torch.device("meta")`` means the CPU there, with values. ``least=None`` defers only what asks for the meta device.
+    ``draws=False`` is for models that get no values at all: the generators stay where they are, which saves hours.
     """
     if _active[0]:
         yield
         return
     _active[0] += 1
     try:
-        with _Recorder(least, accepts_meta=True), _Calls():
+        with _Recorder(least, accepts_meta=True, draws=draws), _Calls():
             yield
     finally:
         _active[0] -= 1
@@ -68,9 +69,10 @@ def paused() -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, least: int | None, accepts_meta: bool) -> None:
+    def __init__(self, least: int | None, accepts_meta: bool, draws: bool = True) -> None:
         super().__init__()
         self._least = least
+        self._draws = draws
         self._accepts_meta = accepts_meta
 
     @override
@@ -112,7 +114,7 @@ class _Recorder(TorchDispatchMode):
             real = [_shell(leaf) for leaf in real]
         step = new_step(func, real, spec, draw, is_empty=name in _EMPTY)
         new_memory(outline, 0, step, device)
-        if draw is not None:
+        if draw is not None and self._draws:
             _advance(func, real, spec)
         return outline
 
@@ -151,7 +153,7 @@ class _Recorder(TorchDispatchMode):
         step = new_step(func, real, spec, draw, fresh, is_empty=name in _EMPTY)
         for index, output in new:
             new_memory(output, index, step, device)
-        if draw is not None:
+        if draw is not None and self._draws:
             if name in _VALUE_FREE or name in _EMPTY:
                 real = [_scratch(leaf, device) for leaf in real]
             else:

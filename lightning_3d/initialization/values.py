@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +12,21 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.attributes import renew_hooks
 from lightning_3d.initialization.recipes import Memory, Ref, compute, forget, history, memory_of, plainly
+
+Give = Callable[[Ref], Tensor]
+"""Gives a tensor of that shape, stride and type in the place of one that has no memory."""
+
+_givers: list[Give] = []
+
+
+@contextlib.contextmanager
+def parameters_from(give: Give) -> Iterator[None]:
+    """Within, :func:`materialise` takes parameters from ``give``, which knows no values, instead of computing them."""
+    _givers.append(give)
+    try:
+        yield
+    finally:
+        _givers.pop()
 
 
 def is_deferred(tensor: object) -> bool:
@@ -34,6 +50,9 @@ def materialise(module: nn.Module, device: torch.device, parameters: bool = True
     for _, tensor in named_tensors(module):
         memory = memory_of(_local(tensor))
         if memory is None or (isinstance(tensor, nn.Parameter) and not parameters):
+            continue
+        if _givers and isinstance(tensor, nn.Parameter):
+            _become(tensor, _givers[-1](Ref.of(_local(tensor), memory.number)))
             continue
         if memory.number not in storages:
             storages[memory.number] = _on_device(compute([memory])[memory.number], device)
@@ -98,6 +117,21 @@ def _on_device(storage: torch.UntypedStorage, device: torch.device) -> torch.Unt
         return storage
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return flat.to(device).untyped_storage()
+
+
+def _become(tensor: Tensor, given: Tensor) -> None:
+    """Let ``tensor`` be the same object, as a tensor of the class of ``given`` (for a DTensor: with it inside)."""
+    if isinstance(tensor, DTensor):
+        real = DTensor.__new__(DTensor, given, tensor._spec, requires_grad=tensor.requires_grad)
+        torch._C._swap_tensor_impl(tensor, real)
+        tensor._local_tensor = given
+        return
+    real = nn.Parameter(given, requires_grad=tensor.requires_grad)
+    vars(real).update(vars(tensor))
+    tensor.__class__, real.__class__ = type(real), type(tensor)
+    vars(tensor).update(vars(real))
+    torch._C._swap_tensor_impl(tensor, real)
+    renew_hooks(tensor)
 
 
 def _fill(tensor: Tensor, storage: torch.UntypedStorage, memory: Memory) -> None:

@@ -101,6 +101,17 @@ class Engine:
         self._leaving: deque[Pending] = deque()
         self._put_off: dict[int, set[tuple[int, int]]] = {}
 
+    def know(self, links: Mapping[int, Link]) -> None:
+        """Take what passes the cuts (the link before every chunk) as settled, for batches of the structure met next."""
+        number = len(self._numbers)
+        self._links[number] = dict(links)
+        self._settled.add(number)
+
+    @property
+    def links(self) -> Mapping[int, Link]:
+        """What passes the cuts, for batches of the structure that was met last; empty before the first."""
+        return self._links[max(self._links)] if self._links else {}
+
     def run(self, step: Step) -> list[Any]:
         """Run one batch through the pipeline, forward and (for training) backward.
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.collectives import all_reduce
 from lightning_3d.config import ParallelConfig
 from lightning_3d.initialization import materialise
 from lightning_3d.mesh import Mesh
@@ -124,8 +124,7 @@ class Sharding:
         flags = torch.tensor([arrived.get(id(p), p.grad is not None) for p in parameters], dtype=torch.uint8)
         work = None
         if len(parameters):
-            axis = self._mesh.control_dp
-            work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=axis.group, async_op=True)
+            work = all_reduce(flags, self._mesh.control_dp, "max", async_op=True)
         return parameters, flags, work
 
     def _drop_absent(self, parameters: list[nn.Parameter], flags: Tensor, work: Any) -> None:

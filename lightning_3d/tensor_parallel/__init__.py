@@ -2,6 +2,7 @@
 
 from lightning_3d.tensor_parallel.applying import AppliedPlan, Check, apply
 from lightning_3d.tensor_parallel.attention import ParallelMultiheadAttention
+from lightning_3d.tensor_parallel.check import BlockCheck, Verdict, check_block
 from lightning_3d.tensor_parallel.embedding import VocabParallelEmbedding
 from lightning_3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from lightning_3d.tensor_parallel.layout import LayerPlan
@@ -12,6 +13,7 @@ from lightning_3d.tensor_parallel.planning import Plan, plan
 
 __all__ = [
     "AppliedPlan",
+    "BlockCheck",
     "Check",
     "ColumnParallelLinear",
     "LayerPlan",
@@ -21,8 +23,10 @@ __all__ = [
     "Plan",
     "RowParallelLinear",
     "ShardedLogits",
+    "Verdict",
     "VocabParallelEmbedding",
     "apply",
+    "check_block",
     "mixing_refused",
     "plan",
     "vocab_parallel_cross_entropy",

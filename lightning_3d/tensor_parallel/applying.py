@@ -12,7 +12,7 @@ from lightning_3d.collectives import chunk_sizes
 from lightning_3d.errors import PlanError
 from lightning_3d.mesh import Mesh
 from lightning_3d.placeholder import is_placeholder
-from lightning_3d.tensor_parallel.check import FAILS, Verdict, check_block
+from lightning_3d.tensor_parallel.check import FAILS, BlockCheck, Verdict, check_block
 from lightning_3d.tensor_parallel.convert import convert_block, convert_column, convert_row, shape_hooks
 from lightning_3d.tensor_parallel.embedding import VocabSettings, to_vocab_parallel
 from lightning_3d.tensor_parallel.layers import is_linear
@@ -89,6 +89,7 @@ def apply(
     mesh: Mesh,
     owned: Callable[[str], bool],
     twins: Mapping[str, nn.Module] | None = None,
+    check: BlockCheck = check_block,
 ) -> AppliedPlan:
     """Cut ``module`` as ``plan`` says.
 
@@ -104,6 +105,7 @@ def apply(
             for hooks that map shapes under sequence parallelism.
         twins: Own blocks that have a stand-in for while another chunk of this stage runs, each with it: it gets those
             hooks too.
+        check: Compares a cut block with the whole one; what has no values to compare gives a verdict without them.
 
     Raises:
         PlanError: when a block cut by the user's plan does not compute what it computed before.
@@ -117,7 +119,7 @@ def apply(
     cut = _Cutter(mesh)
     partial: set[str] = set()
     owned = _whole_owner(module, plan, owned)
-    settled = [_settle(module, block, mesh, owned) for block in plan.blocks]
+    settled = [_settle(module, block, mesh, owned, check) for block in plan.blocks]
     for block, (layout, verdict) in zip(plan.blocks, settled, strict=True):
         applied.checks.append(_check_of(block, layout, verdict))
         shared = Regions(mesh.tp, mesh.device, block.sequence_dim or 0) if block.sequence_dim is not None else regions
@@ -177,7 +179,7 @@ def _check_of(block: BlockPlan, layout: BlockLayout, verdict: Verdict) -> Check:
 
 
 def _settle(
-    module: nn.Module, block: BlockPlan, mesh: Mesh, owned: Callable[[str], bool]
+    module: nn.Module, block: BlockPlan, mesh: Mesh, owned: Callable[[str], bool], compare: BlockCheck
 ) -> tuple[BlockLayout, Verdict]:
     """The first way of cutting every region that keeps the numbers."""
     # Another stage's block has lost its buffers here; it serves where this stage has none of the kind.
@@ -189,7 +191,7 @@ def _settle(
     first = ""
 
     def check(layout: BlockLayout) -> Verdict | None:
-        return check_block(part, call, layout, mesh.tp, mesh.device, block.sequence_dim)
+        return compare(part, call, layout, mesh.tp, mesh.device, block.sequence_dim)
 
     alone = block.sequence_dim is None and len(block.regions) > 1
     while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,21 @@ class Verdict:
     """Whole parameters whose gradients are partial on every rank."""
     compared: int = 0
     """Outputs and gradients that were compared."""
+
+
+class BlockCheck(Protocol):
+    """What compares a block cut by a layout with the whole block: :func:`check_block`."""
+
+    def __call__(
+        self,
+        block: nn.Module,
+        call: BlockCall,
+        layout: BlockLayout,
+        axis: Axis,
+        device: torch.device,
+        sequence_dim: int | None,
+    ) -> Verdict | None:
+        """See :func:`check_block`."""
 
 
 @dataclass

@@ -128,11 +128,18 @@ class Assembly:
         return next((candidate for candidate in now if not is_placeholder(candidate)), now[0])
 
 
-def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, precision: ThreeDPrecision) -> Assembly:
+def assemble(
+    module: pl.LightningModule,
+    config: ParallelConfig,
+    mesh: Mesh,
+    precision: ThreeDPrecision,
+    check: tensor_parallel.BlockCheck = tensor_parallel.check_block,
+) -> Assembly:
     """Cut, shard and move ``module`` for this rank.
 
     Collective. ``module`` is changed in place; its names, structure and attributes stay. Parameters that have a recipe
     instead of memory (see ``initialization``) get memory for what this rank keeps of them, once that is known.
+    ``check`` compares blocks that tensor parallelism cuts with whole ones.
 
     Raises:
         ConfigError, PlanError, StageError: if the module cannot be laid out as asked; raised on every rank.
@@ -165,7 +172,7 @@ def assemble(module: pl.LightningModule, config: ParallelConfig, mesh: Mesh, pre
     owned_chunks = [chunk for chunk in range(chunks.num_chunks) if chunk % mesh.pp.size == mesh.pp.rank]
     cut = Cut(module, chunks, owned_chunks, mesh.device)
     to_device(module, mesh.device)
-    applied = tensor_parallel.apply(module, plan, mesh, cut.owns, cut.twins)
+    applied = tensor_parallel.apply(module, plan, mesh, cut.owns, cut.twins, check)
     hooks.refuse_cut(module, applied.partial, mesh)
     original = WeakIdKeyDictionary()
     # Parameters that tensor parallelism has made are seen by user code too: it finds them where it kept the others.

@@ -22,6 +22,7 @@ LAYERS = """
     __main__
     __init__
     cli
+    dry_run
     recipes  models
     strategy
     trainer

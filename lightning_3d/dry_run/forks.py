@@ -1,0 +1,86 @@
+"""Work in forks of this process, a few at a time: each changes what it has inherited and hands back an answer."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import TypeVar
+
+import torch
+
+from lightning_3d.errors import ThreeDError
+
+Result = TypeVar("Result")
+
+
+class ForkError(ThreeDError):
+    """A fork that failed in a way of which nothing is known to the user."""
+
+
+def in_forks(works: Sequence[Callable[[], Result]], at_once: int, limit_s: float) -> list[Result]:
+    """Call every function of ``works`` in a fork of its own; gives the answers in order.
+
+    Args:
+        works: They need not be picklable, but their answers have to be.
+        at_once: Forks that run at the same time.
+        limit_s: Seconds after which all are ended.
+
+    Raises:
+        ThreeDError: what the first that failed raised.
+        ForkError: if a fork died, failed otherwise, or did not answer in time.
+    """
+    context = multiprocessing.get_context("fork")
+    answers: dict[int, object] = {}
+    running: dict[Connection, int] = {}
+    processes = []
+    waiting = list(enumerate(works))[::-1]
+    end = time.monotonic() + limit_s
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                index, work = waiting.pop()
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_answer, args=(work, sender), daemon=True)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # that threads do not survive a fork: none of them is needed
+                    process.start()
+                sender.close()
+                processes.append(process)
+                running[receiver] = index
+            ready = wait(list(running), max(0.0, end - time.monotonic()))
+            if not ready:
+                raise ForkError(f"The dry run did not end within {limit_s:.0f} s.")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                index = running.pop(pipe)
+                try:
+                    answers[index] = pipe.recv()
+                except EOFError:
+                    raise ForkError("A process of the dry run died without an answer (out of memory?).") from None
+                found = answers[index]
+                if isinstance(found, BaseException):
+                    raise found
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+    return [answers[index] for index in range(len(works))]  # type: ignore[misc]
+
+
+def _answer(work: Callable[[], object], sender: Connection) -> None:
+    torch.set_num_threads(1)  # pools of threads are not copied by a fork
+    answer: object
+    try:
+        answer = work()
+    except ThreeDError as error:
+        answer = error
+    except Exception as error:
+        import traceback
+
+        answer = ForkError(f"The dry run failed: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+    sender.send(answer)
+    sender.close()

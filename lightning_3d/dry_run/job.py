@@ -1,0 +1,205 @@
+"""The dry run of a whole job: which ranks are run, how many micro-batches of them, and what follows for the others."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import lightning.pytorch as pl
+
+from lightning_3d.config import ParallelConfig, Sizes, micro_batch_count
+from lightning_3d.dry_run.forks import in_forks
+from lightning_3d.dry_run.rank import Batch, Rank
+from lightning_3d.dry_run.record import Record, between, record_of
+from lightning_3d.dry_run.report import DryRun, StageReport
+from lightning_3d.dry_run.survey import Survey, survey
+from lightning_3d.dry_run.world import standing_in
+from lightning_3d.errors import ConfigError
+from lightning_3d.mesh import coordinates
+from lightning_3d.pipeline.micro_batches import piece_sizes
+from lightning_3d.schedules import in_flight
+from lightning_3d.strategy import ThreeDStrategy
+from lightning_3d.trainer.layout import Layout
+from lightning_3d.trainer.preflight import check_module
+
+AT_ONCE = 2
+"""Ranks that are run at the same time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be run."""
+
+    trainer: pl.Trainer
+    """With a :class:`~lightning_3d.ThreeDStrategy`."""
+    module: pl.LightningModule
+    """The whole module; built under :func:`~lightning_3d.initialization.deferring` where it is large."""
+    sizes: Sizes
+    batch: Batch
+
+    @property
+    def config(self) -> ParallelConfig:
+        """The options of the strategy."""
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, ThreeDStrategy):
+            raise ConfigError(
+                f"The Trainer has {type(strategy).__name__}, but a dry run is of the 3D strategy. Use strategy='3d'."
+            )
+        return strategy.config
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """How many micro-batches a replica's batch has, of how many samples."""
+
+    count: int
+    size: int
+    even: bool
+
+    @classmethod
+    def of(cls, job: Job) -> _Pieces:
+        config, samples = job.config, job.batch.samples
+        count = micro_batch_count(config, job.sizes.pp, samples)
+        sizes = piece_sizes(samples, count, config.micro_batch_size)
+        return cls(count, max(sizes), len(set(sizes)) == 1)
+
+
+def dry_run(job: Job, stages: Sequence[int] | None = None, rank: int | None = None, limit_s: float = 600.0) -> DryRun:
+    """Run the ranks of ``job`` without memory, one process each, and tell what they hold, send and compute.
+
+    Args:
+        job: What is to be run; its module is left as it is.
+        stages: Pipeline stages to report; all by default. Of a stage its rank with dp 0 and tp 0 is run.
+        rank: This rank alone, instead.
+        limit_s: Seconds after which the dry run ends with an error.
+
+    Raises:
+        ConfigError, PlanError, StageError: what the real run would say of this job.
+    """
+    config, sizes, pieces = job.config, job.sizes, _Pieces.of(job)
+    check_module(job.module, config, sizes)
+    if rank is not None and not 0 <= rank < sizes.world:
+        raise ConfigError(f"rank={rank} is none of the {sizes.world} ranks of this job. Use 0 to {sizes.world - 1}.")
+    if pieces.even:
+        config = config.replace(micro_batch_size=pieces.size, num_micro_batches=None)
+    config = config.replace(sanity_checks=0, compile=False)
+    wanted = [coordinates(rank, sizes)[0]] if rank is not None else list(stages or range(sizes.pp))
+    [found] = in_forks([lambda: survey(job.trainer, job.module, config, sizes, job.batch)], 1, limit_s)
+    place = {stage: stage * sizes.dp * sizes.tp for stage in range(sizes.pp)}
+    if rank is not None:
+        place[wanted[0]] = rank
+
+    def run(numbers: Sequence[int]) -> list[tuple[Layout, Record, StageReport]]:
+        works: list[Callable[[], tuple[Layout, Record, StageReport]]] = [
+            partial(_run_rank, job, config, found, pieces, place[stage]) for stage in numbers
+        ]
+        return in_forks(works, AT_ONCE, limit_s)
+
+    plan = _choose(wanted, found.kinds)
+    first = dict(zip(plan.run, run(plan.run), strict=True))
+    records = {stage: record for stage, (_, record, _) in first.items()}
+    alike = _complete(records, plan, config, sizes.pp, pieces.count)
+    missing = [stage for stage in wanted if stage not in records]
+    first |= dict(zip(missing, run(missing), strict=True))
+    records |= {stage: first[stage][1] for stage in missing}
+    layout, _, _ = first[next(iter(first))]
+    names = layout.blocks
+    reports = []
+    for stage in wanted:
+        source = first.get(stage) or first[alike[stage][0]]
+        report = replace(
+            source[2], stage=stage, rank=place[stage], blocks=names[stage], record=records[stage],
+            alike=alike.get(stage, ()),
+        )  # fmt: skip
+        reports.append(report)
+    return DryRun(layout=layout, sizes=sizes, stages=tuple(reports), samples=job.batch.samples, micro_batch=pieces.size)
+
+
+def _run_rank(
+    job: Job, config: ParallelConfig, found: Survey, pieces: _Pieces, rank: int
+) -> tuple[Layout, Record, StageReport]:
+    """In a fork: lay out one rank and run two of its steps, the first of which makes the optimizer's state."""
+    run = _enough(config, job.sizes, pieces, coordinates(rank, job.sizes)[0])
+    while True:
+        try:
+            return _run_steps(job, config, found, pieces, rank, run)
+        except ValueError:
+            raise ConfigError("micro-batches of this job differ from each other in what they send") from None
+
+
+def _run_steps(
+    job: Job, config: ParallelConfig, found: Survey, pieces: _Pieces, rank: int, run: int
+) -> tuple[Layout, Record, StageReport]:
+    with standing_in(job.sizes, rank) as mesh:
+        here = Rank(job.trainer, job.module, config, mesh)
+        here.make_optimizers()
+        here.assembly.engine.know(found.links)
+        few = pieces.size if job.sizes.pp > 1 and pieces.even else min(run * pieces.size, job.batch.samples)
+        here.step(job.batch.of(few, here.memoryless))
+        here.step(job.batch.of(min(run * pieces.size, job.batch.samples), here.memoryless))
+        record = replace(record_of(here.recorder, pieces.count, run), reads=dict(here.memoryless.reads))
+        return here.assembly.layout, record, StageReport.of(here, record)
+
+
+def _enough(config: ParallelConfig, sizes: Sizes, pieces: _Pieces, stage: int) -> int:
+    """Micro-batches after which the rest of a step is more of the same."""
+    if not pieces.even:
+        return pieces.count
+    if config.schedule == "interleaved_1f1b":
+        enough = 2 * max(sizes.pp, 2) if pieces.count % sizes.pp == 0 else pieces.count
+    elif config.schedule == "1f1b" or sizes.pp == 1:
+        enough = sizes.pp - stage + 2
+    else:
+        enough = pieces.count
+    return min(pieces.count, max(enough, 4))
+
+
+@dataclass
+class _Choice:
+    run: list[int]
+    groups: list[list[int]]
+    """Stages of one kind of which only some are run: the first and the last two."""
+
+
+def _choose(wanted: Sequence[int], kinds: Sequence[object]) -> _Choice:
+    by_kind: defaultdict[object, list[int]] = defaultdict(list)
+    for stage, kind in enumerate(kinds):
+        by_kind[kind].append(stage)
+    run, groups = set(wanted), []
+    for members in by_kind.values():
+        asked = [stage for stage in members if stage in run]
+        if len(asked) > 3:
+            run -= set(asked[1:-2])
+            groups.append(asked)
+    return _Choice(sorted(run), groups)
+
+
+def _complete(
+    records: dict[int, Record], choice: _Choice, config: ParallelConfig, stages: int, micro_batches: int
+) -> dict[int, tuple[int, int]]:
+    """Add the records of stages that were not run; gives for each the two that it lies between.
+
+    A line through the last two of a kind has to meet the first of the kind to the byte. Where it does not, nothing is
+    added.
+    """
+    alike: dict[int, tuple[int, int]] = {}
+    held = in_flight(config.schedule, stages, config.virtual_stages, micro_batches)
+    for members in choice.groups:
+        first, low, high = members[0], members[-1], members[-2]
+        step = held[high] - held[low]
+        if step == 0 and held[first] != held[low]:
+            continue
+        expected = between(records[low], records[high], (held[first] - held[low]) / (step or 1))
+        same = (
+            expected.pipeline.total == records[first].pipeline.total
+            and expected.outside.total == records[first].outside.total
+            and expected.work == records[first].work
+        )
+        if not same:
+            continue
+        for stage in members[1:-2]:
+            records[stage] = between(records[low], records[high], (held[stage] - held[low]) / (step or 1))
+            alike[stage] = (first, low)
+    return alike

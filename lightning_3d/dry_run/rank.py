@@ -1,0 +1,125 @@
+"""One rank of the job: laid out and stepped by the code of the real run, without memory and without the others."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_3d.config import ParallelConfig
+from lightning_3d.dry_run.memoryless import Memoryless
+from lightning_3d.dry_run.recorder import Recorder
+from lightning_3d.dry_run.unchecked import unchecked
+from lightning_3d.initialization import parameters_from
+from lightning_3d.mesh import Mesh
+from lightning_3d.pipeline.engine import Step
+from lightning_3d.pipeline.links import Link
+from lightning_3d.pipeline.micro_batches import MicroBatch
+from lightning_3d.strategy import ThreeDStrategy
+from lightning_3d.trainer.assembly import Assembly, assemble
+from lightning_3d.trainer.batches import BatchLedger
+from lightning_3d.trainer.sanity import SanityChecks
+from lightning_3d.trainer.steps import StepRunner
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a replica's batch looks like."""
+
+    example: Any
+    """A batch of any number of samples: tensors are cut along dim 0."""
+    samples: int
+    """Samples of a replica's batch in the real run."""
+
+    def of(self, samples: int, memoryless: Memoryless) -> Any:
+        """A batch of ``samples``, without values."""
+
+        def outline(leaf: Tensor) -> Tensor:
+            if not leaf.dim():
+                return leaf
+            shape = (samples, *leaf.shape[1:])
+            return memoryless.tensor(shape, torch.empty(shape, device="meta").stride(), leaf.dtype)
+
+        return pytree.tree_map_only(Tensor, outline, self.example)
+
+
+class Rank:
+    """A rank that is laid out, and can run steps.
+
+    Args:
+        trainer: With a :class:`~lightning_3d.ThreeDStrategy`; its loops are not run.
+        module: The whole module, with recipes instead of memory.
+        config: The options, with the micro-batch size of the run.
+        mesh: The rank's place, in a world that is not there.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, config: ParallelConfig, mesh: Mesh) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ThreeDStrategy)
+        self.trainer, self.module, self.config, self.mesh = trainer, module, config, mesh
+        self.memoryless = Memoryless()
+        _begin_training(trainer, module)
+        strategy.config = config
+        strategy._mesh = mesh
+        precision = strategy._precision
+        ledger = BatchLedger(mesh.dp.size)
+        precision.attach(mesh, config)
+        precision.on_batch = ledger.take
+        with parameters_from(lambda ref: self.memoryless.tensor(ref.shape, ref.stride, ref.dtype)):
+            self.assembly: Assembly = assemble(module, config, mesh, precision, unchecked)
+        strategy._assembly, strategy.model = self.assembly, module
+        precision.owned = self.assembly.sharding.owned
+        self.runner = StepRunner(trainer, module, self.assembly, config, mesh, precision, ledger)
+        strategy._runner = self.runner
+        strategy._sanity = SanityChecks(module, self.assembly.sharding, mesh, every=0)
+        self._strategy, self._precision = strategy, precision
+
+    def forward(self, batch: Any) -> Mapping[int, Link]:
+        """Run the forward of one micro-batch through all chunks of this rank; gives what passes the cuts."""
+        self.module._current_fx_name = "training_step"
+        with self.memoryless:
+            batch = self._precision.convert_input(batch)
+            self.runner._begin(self.runner._ledger.current, 1)
+            call = self.runner._caller("training", self.module.training_step, (batch, 0), [1.0])
+            self.assembly.engine.run(Step(pieces=[MicroBatch(0, batch, 1)], call=call, mode="train"))
+        return self.assembly.engine.links
+
+    def make_optimizers(self) -> None:
+        """Call the user's ``configure_optimizers``."""
+        with self.memoryless:
+            self._strategy.setup_optimizers(self.trainer)
+        self._precision.connect(self.module, self.trainer.optimizers, [])
+        self.recorder = Recorder(self.trainer, self.assembly, self.mesh)
+
+    def step(self, batch: Any) -> None:
+        """One batch as Lightning runs it: the step, backward, clipping and the optimizers."""
+        with self.memoryless, self.recorder.recording(batch):
+            batch = self._precision.convert_input(batch)
+            kwargs = OrderedDict(batch=batch, batch_idx=0)
+            loop = self.trainer.fit_loop.epoch_loop
+            if self.module.automatic_optimization:
+                loop.automatic_optimization.run(self.trainer.optimizers[0], 0, kwargs)
+            else:
+                loop.manual_optimization.run(kwargs)
+
+
+def _begin_training(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """What the Trainer sets before its loops begin."""
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    trainer.state.fn, trainer.state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
+    trainer.state.stage = RunningStage.TRAINING
+    trainer.accumulate_grad_batches = 1
+    # Without data the number of steps is not known; schedulers that ask for it get what was given, or a thousand.
+    loop = trainer.fit_loop
+    loop.max_epochs = -1
+    if loop.epoch_loop.max_steps in (-1, None):
+        loop.epoch_loop.max_steps = 1000
+    module.train()
