@@ -65,7 +65,7 @@ class Rates(Callback):
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 2), (2, 2, 1)], ids=str)
-def test_the_best_checkpoints_are_those_of_one_process(mesh: Mesh, tmp_path: Path) -> None:
+def test_c07_the_best_checkpoints_are_those_of_one_process(mesh: Mesh, tmp_path: Path) -> None:
     rates, best, score, found, tested = checkpoint_and_test(None, str(tmp_path / "one"))
     assert len(found) == 3
     assert len(set(rates)) > 1, "the plateau scheduler should have had something to do"
@@ -102,7 +102,7 @@ def stop_early(mesh: Mesh | None) -> Any:
 
 
 @pytest.mark.parametrize("mesh", [(2, 2, 1)], ids=str)
-def test_early_stopping_stops_all_ranks_at_once(mesh: Mesh) -> None:
+def test_c30_early_stopping_stops_all_ranks_at_once(mesh: Mesh) -> None:
     results = on_ranks(stop_early, mesh)
     assert all(result == results[0] for result in results)
     assert all(stopped > 0 for stopped, *_ in results[0])

@@ -92,7 +92,7 @@ def _by_replica(results: list[Any], mesh: Mesh) -> list[Any]:
     return replicas
 
 
-def test_samplers_of_the_user_are_shared_out_over_replicas(one_process: Any) -> None:
+def test_c34_samplers_of_the_user_are_shared_out_over_replicas(one_process: Any) -> None:
     mesh = (1, 2, 2)
     first, second = _by_replica(on_ranks(see_all, mesh), mesh)
     expected, batches = one_process

@@ -255,7 +255,7 @@ def log_by_replica(mesh: Mesh) -> Any:
     return numbers(trainer.callback_metrics)
 
 
-def test_keys_that_one_replica_logs_are_never_mixed_with_others() -> None:
+def test_c08_keys_that_one_replica_logs_are_never_mixed_with_others() -> None:
     for mesh in ((1, 2, 1), (2, 2, 1)):
         for got in on_ranks(log_by_replica, mesh):
             if mesh[0] == 1:  # replica 0 has rows 0 and 2, replica 1 has 1 and 3

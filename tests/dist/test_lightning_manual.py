@@ -102,7 +102,7 @@ def train_gans(mesh: Mesh, stages: tuple[int, ...], unit_bytes: int) -> Any:
     [((1, 1, 2), (1,), 2**20), ((1, 2, 1), (0, 1, 3), 2**20), ((1, 2, 1), (1, 2, 3), 1)],
     ids=str,
 )
-def test_two_optimizers_step_by_hand_as_in_one_process(mesh: Mesh, stages: tuple[int, ...], unit_bytes: int) -> None:
+def test_c16_two_optimizers_step_by_hand_as_in_one_process(mesh: Mesh, stages: tuple[int, ...], unit_bytes: int) -> None:
     expected = [train_gan(None, accumulate=accumulate) for accumulate in (1, 2)] * len(stages)
     for rank, results in enumerate(on_ranks(train_gans, mesh, stages, unit_bytes)):
         for number, ((got_logged, got), (logged, weights)) in enumerate(zip(results, expected, strict=True)):
@@ -118,7 +118,7 @@ def refuse(mesh: Mesh) -> str:
     return str(refused.value)
 
 
-def test_manual_optimization_is_refused_with_a_pipeline() -> None:
+def test_c16_manual_optimization_is_refused_with_a_pipeline() -> None:
     for message in on_ranks(refuse, (2, 1, 1)):
         assert "automatic_optimization=False" in message
         assert "pipeline_parallel=1" in message

@@ -68,7 +68,7 @@ def evaluate_then_train(mesh: Mesh | None) -> Any:
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 2, 1)], ids=str)
-def test_evaluation_before_training_leaves_training_as_it_is(mesh: Mesh) -> None:
+def test_c29_evaluation_before_training_leaves_training_as_it_is(mesh: Mesh) -> None:
     first, second, losses = evaluate_then_train(None)
     for got_first, got_second, got_losses in on_ranks(evaluate_then_train, mesh):
         assert got_first == [pytest.approx(first[0], rel=1e-6)]
