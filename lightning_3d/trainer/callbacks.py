@@ -7,13 +7,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, ModelPruning
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint import ModelState
-from lightning_3d.collectives import broadcast_object
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
 from lightning_3d.trainer.averaging import Averaging
@@ -21,12 +19,13 @@ from lightning_3d.trainer.batches import BatchLedger
 from lightning_3d.trainer.data_assignment import DataAssignment
 from lightning_3d.trainer.failure import FailureGuard
 from lightning_3d.trainer.last_checkpoint import ExceptionCheckpoints
+from lightning_3d.trainer.loggers import Graphs, agree_on_versions
 from lightning_3d.trainer.measuring_callbacks import RateSearch, serve_throughput
 from lightning_3d.trainer.model_summary import Summaries
 
 
 class ServedCallbacks:
-    """All of them, as the strategy calls them."""
+    """All of them, and loggers, as the strategy calls them."""
 
     def __init__(self) -> None:
         self._finetuning = Finetuning()
@@ -35,6 +34,7 @@ class ServedCallbacks:
         self._rate_search = RateSearch()
         self._last_checkpoints = ExceptionCheckpoints()
         self._summaries = Summaries()
+        self._graphs = Graphs()
 
     def before_setup(self, module: pl.LightningModule | None, mesh: Mesh, guard: FailureGuard) -> None:
         """Before the ``setup`` hook of the callbacks of the Trainer that ``module`` belongs to.
@@ -51,7 +51,10 @@ class ServedCallbacks:
 
     def before_layout(self, trainer: pl.Trainer, module: pl.LightningModule, mesh: Mesh, whole: bool) -> None:
         """Before ``module`` is laid out, unless an earlier Trainer has done so: it is not ``whole`` then."""
-        if mesh.world.size > 1 and trainer.state.fn == TrainerFn.FITTING:
+        if mesh.world.size == 1:
+            return
+        self._graphs.before_layout(trainer.loggers, module, mesh, whole)
+        if trainer.state.fn == TrainerFn.FITTING:
             self._summaries.before_layout(_of(trainer), module, mesh, whole)
 
     def install(
@@ -77,6 +80,7 @@ class ServedCallbacks:
         self._rate_search.remove()
         self._last_checkpoints.remove()
         self._summaries.remove()
+        self._graphs.remove()
 
 
 def _of(trainer: pl.Trainer) -> Sequence[pl.Callback]:
@@ -102,16 +106,6 @@ def refuse(items: Iterable[pl.Callback]) -> None:
                 " holds a part of the model. Prune the weights in one process after training, from"
                 " strategy.full_state_dict()."
             )
-
-
-def agree_on_versions(loggers: Iterable[Logger], mesh: Mesh) -> None:
-    """Give loggers that number their folders rank 0's number, before it makes them; collective."""
-    numbered = [logger for logger in loggers if isinstance(logger, (CSVLogger, TensorBoardLogger))]
-    if not numbered:
-        return
-    versions = broadcast_object([logger.version for logger in numbered] if mesh.rank == 0 else None, mesh.control_world)
-    for logger, version in zip(numbered, versions, strict=True):
-        logger._version = version
 
 
 class Finetuning:
