@@ -50,6 +50,12 @@ class Logged(NamedTuple):
     keys: tuple[LogKey, ...]
     values: Tensor | None
     """``[2, keys]`` float64 on the device: values, and the samples they stand for."""
+    told: tuple[str, ...] = ()
+    """What any of the replicas told the others of its step besides values."""
+
+
+_STOP = "trainer.should_stop"
+"""What a replica tells whose step has asked the Trainer to stop."""
 
 
 @dataclass
@@ -77,10 +83,11 @@ class LogRelay:
         self.module = module
         self.mesh = mesh
         self._facts = BatchFacts(1, 1)
+        self._stopping = False
         self._micro_batches: list[_MicroBatch] = []
         self._pass_through = False
-        self._signatures: dict[tuple[LogKey, ...], int] = {}
-        self._merged: dict[tuple[int, ...], tuple[LogKey, ...]] = {}
+        self._signatures: dict[tuple[LogKey | str, ...], int] = {}
+        self._merged: dict[tuple[int, ...], tuple[LogKey | str, ...]] = {}
         self._results: Any = None
         self._logged: dict[tuple[LogKey, int | None], str] = {}
         """What was logged to these results before -> where they keep it."""
@@ -88,6 +95,7 @@ class LogRelay:
     def begin(self, facts: BatchFacts, num_micro_batches: int) -> None:
         """A batch begins."""
         self._facts = facts
+        self._stopping = self.module.trainer.should_stop
         self._micro_batches = []
         # With one stage, replica and micro-batch, the user's call is the one call there is.
         self._pass_through = num_micro_batches == 1 and self.mesh.pp.size == self.mesh.dp.size == 1
@@ -127,21 +135,34 @@ class LogRelay:
         finally:
             del results.log
 
-    def collect(self) -> Logged:
-        """Combine over micro-batches and replicas. Collective over dp; called on the last stage."""
+    def collect(self, told: tuple[str, ...] = ()) -> Logged:
+        """Combine over micro-batches and replicas. Collective over dp; called on the last stage.
+
+        Args:
+            told: What the others are to know of this replica's step, whatever it logs; of fillers they hear nothing.
+        """
         if self._pass_through:
-            return Logged((), None)
+            return Logged((), None, told)
         micro_batches = [] if self._facts.filler else self._micro_batches
         keys = tuple(dict.fromkeys(key for micro_batch in micro_batches for key in micro_batch.values))
         self._micro_batches = []
-        agreed = self._agree(keys)
+        if self.module.trainer.should_stop:
+            told = (*told, _STOP)
+        everything = self._agree(keys if self._facts.filler else (*keys, *told))
+        agreed = tuple(key for key in everything if isinstance(key, LogKey))
+        told = tuple(key for key in everything if isinstance(key, str))
         if not any(key.dtype is not None for key in agreed):
-            return Logged(agreed, None)
+            return Logged(agreed, None, told)
         values, weights, samples = self._combine(agreed, micro_batches)
-        return Logged(agreed, self._reduce(agreed, values, weights, samples))
+        return Logged(agreed, self._reduce(agreed, values, weights, samples), told)
 
     def replay(self, logged: Logged) -> None:
-        """Log the values of one batch, as one step on the global batch would have. On every rank."""
+        """Log the values of one batch, as one step on the global batch would have, and stop if it asks to.
+
+        On every rank: one that decides by its own loss would leave the loop alone.
+        """
+        if not self._pass_through:
+            self.module.trainer.should_stop = self._stopping or _STOP in logged.told
         if not logged.keys:
             return
         trainer = self.module.trainer
@@ -185,8 +206,8 @@ class LogRelay:
                 self._logged[key, results.dataloader_idx] = place
         connector._current_fx = fx
 
-    def _agree(self, keys: tuple[LogKey, ...]) -> tuple[LogKey, ...]:
-        """The keys of all replicas, in one order."""
+    def _agree(self, keys: tuple[LogKey | str, ...]) -> tuple[LogKey | str, ...]:
+        """The keys of all replicas, and what they tell, in one order."""
         axis = self.mesh.control_dp
         if axis.group is None:
             return keys

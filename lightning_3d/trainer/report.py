@@ -14,6 +14,9 @@ from lightning_3d.trainer.logs import LogRelay
 from lightning_3d.trainer.messages import Channel
 from lightning_3d.trainer.mirror import Snapshot, StateMirror
 
+_OUTPUT = "output"
+"""What a replica tells whose step returned something."""
+
 
 class StepReport:
     """Makes a batch look the same on every stage: the step's output, logged values and the state of the module.
@@ -38,6 +41,8 @@ class StepReport:
         """What steps call on loggers; the step on each micro-batch runs within its ``recording``."""
         self._before: Snapshot | None = None
         self._filler = False
+        self.any_output = True
+        """Whether the step of any replica returned something for the last batch."""
         self._channel = Channel(
             mesh.control_pp,
             source=mesh.pp.size - 1,
@@ -89,7 +94,7 @@ class StepReport:
         last = self.mesh.pp.is_last
         if self._filler and before is not None:
             mirror.restore(before)
-        logged = self.relay.collect() if last else None
+        logged = self.relay.collect(() if output is None else (_OUTPUT,)) if last else None
         calls = self.calls.collect() or None
         if self.mesh.pp.size > 1:
             if not self._filler and before is not None and not last:
@@ -102,5 +107,6 @@ class StepReport:
                 mirror.apply(delta)
         if logged is not None:
             self.relay.replay(logged)
+            self.any_output = _OUTPUT in logged.told
         self.calls.replay(calls)
         return output

@@ -127,7 +127,7 @@ class StepRunner:
         """What the step gave; in its place a loss without gradients if it gave None, so that all ranks go on alike."""
         if output is not None or self._mesh.world.size == 1:
             return output
-        if self._fresh is not None and self._mesh.dp.size == 1:  # other replicas may have a loss: zeros are right then
+        if self._fresh is not None and not self._report.any_output:  # where another replica has a loss, zeros are right
             self._fresh = [(parameter, None) for parameter, _ in self._fresh]
         return torch.zeros((), device=self._mesh.device, requires_grad=True)
 

@@ -19,6 +19,13 @@ LAYOUTS: tuple[Mesh, ...] = ((2, 1, 2), (2, 2, 2))
 FIRST = "on rank 0:"
 """Begins the names of notes that other ranks cannot have."""
 
+LOADED_LATER = {
+    r"(on_fit_start|configure_optimizers|on_load_checkpoint)\(\) \(after": "weights are loaded when the module is laid"
+    " out, after configure_optimizers, as under Lightning's own sharded strategies",
+    r"at callback.on_load_checkpoint\(\): lr": "so that hook sees the rates of the optimizer",
+}
+"""The limit of cases that resume from a checkpoint."""
+
 
 class Scene:
     """What a case has at hand; the same code runs under the stock Trainer and at a layout.

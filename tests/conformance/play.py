@@ -38,6 +38,7 @@ def play(case: Case, mesh: Mesh | None, folder: Path) -> Happened:
             happened.error = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
             if os.environ.get("CONFORMANCE_TRACEBACKS"):
                 raise
+    happened.messages = [message.replace(str(folder), "FOLDER") for message in happened.messages]
     happened.seconds = time.monotonic() - began
     return happened
 

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities import rank_zero_only
 
-from tests.conformance.case import FIRST, Case, Scene, at
+from tests.conformance.case import FIRST, LOADED_LATER, Case, Scene, at
 from tests.conformance.conftest import cases
 from tests.dist.lightning_modules import Mesh, Tokens
 
@@ -192,10 +192,6 @@ def _pytorch(folder: Any) -> PyTorchProfiler:
     return PyTorchProfiler(dirpath=folder, filename="torch", export_to_chrome=False)
 
 
-LOADED_LATER = {
-    r"(on_fit_start|configure_optimizers)\(\) \(after|at callback.on_load_checkpoint\(\): lr": "weights are loaded once the"
-    " module is laid out, which is after configure_optimizers, as under Lightning's own sharded strategies"
-}
 TOLD_ELSEWHERE = {
     "Trainer\\(barebones=True": "what Lightning tells rank 0 from within a step, the last stage does not tell"
 }

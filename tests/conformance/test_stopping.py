@@ -79,7 +79,7 @@ class StopsItself(Tokens):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        if batch_idx == 1 and float(loss) > 0:
+        if batch_idx == 1 and float(loss.detach()) > 0:
             self.trainer.should_stop = True
         return loss
 
@@ -119,7 +119,14 @@ STOPS = (
     Case("stop before min_steps", stop_at, {"min_steps": 5, "max_epochs": 3, "rows": 16}),
     Case("stop before min_epochs", stop_at, {"min_epochs": 2, "max_epochs": 4}),
     Case("epochs cut short", skip_epochs),
-    Case("batches without a loss", skip_batches),
+    Case(
+        "batches without a loss",
+        skip_batches,
+        known={
+            r"on_(before|after)_backward\(\) \(after": "the loss of such a batch is zero: its hooks are called",
+            "`training_step` returned `None`": "as above; stock Lightning refuses it on several ranks",
+        },
+    ),
 )
 
 
