@@ -122,8 +122,10 @@ def pipeline_time(
     few = min(micro_batches, _ROUNDS * stages + micro_batches % stages)
     total = _run(name, stages, virtual_stages, few, forward, backward, weight, send)
     if few < micro_batches:
-        shorter = _run(name, stages, virtual_stages, few - stages, forward, backward, weight, send)
-        total += (micro_batches - few) / stages * (total - shorter)
+        # With unequal chunks rounds take turns in being longer and shorter: two of them, and never less than the work.
+        shorter = _run(name, stages, virtual_stages, few - 2 * stages, forward, backward, weight, send)
+        each = max((total - shorter) / (2 * stages), max(busy) / micro_batches)
+        total += (micro_batches - few) * each
     return PipelineTime(total, busy)
 
 
