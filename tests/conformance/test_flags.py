@@ -202,6 +202,7 @@ FLAGS = (
     Case("deterministic", torch_settings, {"deterministic": True, "benchmark": True}),
     Case("deterministic=warn", torch_settings, {"deterministic": "warn", "detect_anomaly": True}),
     Case("inference_mode=False", fit, {"inference_mode": False}),
+    Case("use_distributed_sampler=False", fit, {"use_distributed_sampler": False}, layouts=((2, 1, 2),)),
     Case("reload_dataloaders", own_loaders, {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 2}),
     Case("data module", data_module, known=LOADED_LATER),
     Case("log_every_n_steps", logged, {"log_every_n_steps": 3, "max_epochs": 2}),

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Timer
+from torchmetrics.classification import MulticlassAccuracy
 
 from tests.conformance.case import Case, Scene, at
 from tests.conformance.conftest import cases
-from tests.dist.lightning_modules import Mesh, Tokens
+from tests.dist.lightning_modules import VOCAB, Mesh, Tokens
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -49,12 +51,10 @@ def schedules(scene: Scene) -> None:
 
 
 def nothing_to_do(scene: Scene) -> None:
-    """Limits of zero: no step is made, and hooks say so."""
+    """No steps, or no epochs."""
     module = scene.module()
-    for flags in ({"max_steps": 0}, {"max_epochs": 0}, {"limit_train_batches": 0}):
-        trainer = scene.trainer(**flags)
-        trainer.fit(module, scene.loader(), scene.loader(8))
-        break
+    trainer = scene.trainer(max_steps=0)
+    trainer.fit(module, scene.loader(), scene.loader(8))
     trainer.fit_loop.epoch_loop.max_steps = -1
     trainer.fit_loop.max_epochs = 0
     trainer.fit(module, scene.loader(), scene.loader(8))
@@ -105,6 +105,36 @@ class ManyLoaders(Tokens):
         return super().test_step(batch, batch_idx)
 
 
+class Gathers(Tokens):
+    """Logs in steps with ``sync_dist``, and gathers, logs and computes metrics at the ends of epochs."""
+
+    def __init__(self, num_blocks: int = 2) -> None:
+        super().__init__(num_blocks)
+        self.accuracy = MulticlassAccuracy(VOCAB, average="micro")
+        self.seen = torch.zeros((), dtype=torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[:, :-1]).flatten(0, 1)
+        self.accuracy.update(logits.detach(), batch[:, 1:].flatten())
+        self.seen = self.seen + len(batch)
+        loss = F.cross_entropy(logits, batch[:, 1:].flatten())
+        self.log("train_loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("seen", self.all_gather(self.seen).sum(), sync_dist=True)
+        self.log("accuracy", self.accuracy.compute(), sync_dist=True)
+        self.accuracy.reset()
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("validated", self.all_gather(torch.ones(2, dtype=torch.float64)).mean(), sync_dist=True)
+
+
+def gather(scene: Scene) -> None:
+    trainer = scene.trainer(max_epochs=2)
+    trainer.fit(scene.module(Gathers), scene.loader(10), scene.loader(8))
+
+
 LOOPS = (
     Case("max_epochs", fit, {"max_epochs": 2, "num_sanity_val_steps": 2}),
     Case("max_steps", fit, {"max_steps": 4, "max_epochs": -1}),
@@ -131,10 +161,18 @@ LOOPS = (
     Case("min_steps", fit, {"min_steps": 3, "max_epochs": 2}),
     Case("several loaders", several_loaders),
     Case("ragged batches", fit, {"rows": 10, "max_epochs": 2, "limit_val_batches": 2}),
+    Case("a batch smaller than the replicas", fit, {"rows": 9, "max_epochs": 2, "accumulate_grad_batches": 2}),
     Case("schedules", schedules),
 )
 
 
 @cases(*LOOPS)
 def test_loops_run_as_in_one_process(case: Case, mesh: Mesh, conforms: Callable[[Case, Mesh], None]) -> None:
+    conforms(case, mesh)
+
+
+@cases(Case("gathering", gather))
+def test_c31_nothing_hangs_that_logs_and_gathers_at_the_end_of_an_epoch(
+    case: Case, mesh: Mesh, conforms: Callable[[Case, Mesh], None]
+) -> None:
     conforms(case, mesh)

@@ -93,9 +93,12 @@ def validate_within(scene: Scene) -> None:
         scene.note(f"training {trainer.global_step}", [child.training for child in module.children()])
 
     module = scene.module()
-    trainer = scene.trainer(max_epochs=2, callbacks=[at("on_train_epoch_end", look)], limit_test_batches=1)
+    trainer = scene.trainer(
+        max_epochs=2, callbacks=[at("on_train_epoch_end", look)], limit_test_batches=1, limit_predict_batches=0.5
+    )
     trainer.fit(module, scene.loader())
     trainer.test(module, scene.loader(), verbose=False)
+    trainer.predict(module, scene.loader(16), return_predictions=False)
     trainer.fit_loop.max_epochs = 3
     trainer.fit(module, scene.loader(8), scene.loader(10))
 
