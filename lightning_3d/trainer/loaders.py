@@ -45,10 +45,10 @@ class LoaderGate:
         if self._global_batch_size is not None and stage is RunningStage.TRAINING:
             size, whole = self._batch_sizes(self._global_batch_size)
             loader = set_batch_size(loader, size)
-        if self._shards:
-            loader = shard(loader, self._mesh.dp, whole)
-        epochs = _TrainingEpochs(self._trainer) if stage is RunningStage.TRAINING else None
         tracked = stage is RunningStage.PREDICTING
+        if self._shards:
+            loader = shard(loader, self._mesh.dp, whole, runs=tracked)
+        epochs = _TrainingEpochs(self._trainer) if stage is RunningStage.TRAINING else None
         return SharedLoader(
             loader, self._mesh, self._ledger, track_indices=tracked, epochs=epochs, stopping=self._stopping
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from lightning_3d.errors import StageError
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.foreign import refuse_foreign
 from lightning_3d.trainer.batches import BatchFacts
+from lightning_3d.trainer.metrics import States, StepStates
 
 
 class LogKey(NamedTuple):
@@ -40,6 +41,10 @@ class LogKey(NamedTuple):
     """Whether the user gave ``batch_size``: then it is the weight of the value."""
     metric: str | None
     """Attribute name of the torchmetrics object that was logged."""
+    of_states: bool
+    """Whether its value is that of its states over all micro-batches and replicas, rather than a mean of values."""
+    of_all: bool
+    """Whether every replica logs the sum of all rather than its share."""
     options: tuple[tuple[str, Any], ...]
     """What else was given to ``self.log``."""
 
@@ -62,8 +67,11 @@ _STOP = "trainer.should_stop"
 class _MicroBatch:
     weight: float | Tensor
     size: int
+    of_all: bool
     values: dict[LogKey, tuple[Tensor | None, float | Tensor | None]] = field(default_factory=dict)
     count: dict[str, int] = field(default_factory=dict)
+    states: dict[int, States] = field(default_factory=dict)
+    """What torchmetrics objects hold of these samples alone, by ``id``."""
 
 
 class LogRelay:
@@ -72,7 +80,8 @@ class LogRelay:
     While the user's step runs, what ``self.log`` hands to Lightning's result collection is set aside. Afterwards the
     values are combined over the micro-batches and replicas by their ``reduce_fx``, a mean weighted as the loss is (or
     by the ``batch_size`` that was given), and handed on once, on every rank, without any further synchronisation. A key
-    that only some micro-batches or replicas have logged is combined over those. Fillers do not count.
+    that only some micro-batches or replicas have logged is combined over those. Fillers do not count. Of a torchmetrics
+    object the states are combined, and its value computed from them.
 
     Args:
         module: The LightningModule, attached to a Trainer.
@@ -85,6 +94,7 @@ class LogRelay:
         self._facts = BatchFacts(1, 1)
         self._stopping = False
         self._micro_batches: list[_MicroBatch] = []
+        self._states = StepStates(module, mesh)
         self._pass_through = False
         self._signatures: dict[tuple[LogKey | str, ...], int] = {}
         self._merged: dict[tuple[int, ...], tuple[LogKey | str, ...]] = {}
@@ -97,22 +107,24 @@ class LogRelay:
         self._facts = facts
         self._stopping = self.module.trainer.should_stop
         self._micro_batches = []
+        self._states.begin()
         # With one stage, replica and micro-batch, the user's call is the one call there is.
         self._pass_through = num_micro_batches == 1 and self.mesh.pp.size == self.mesh.dp.size == 1
 
     @contextmanager
-    def recording(self, size: int, weight: float | Tensor) -> Iterator[None]:
+    def recording(self, size: int, weight: float | Tensor, of_all: bool = False) -> Iterator[None]:
         """Around the user's step on one micro-batch.
 
         Args:
             size: Its samples. With none, what is logged does not count.
             weight: Its weight in the loss.
+            of_all: Sums are those of all replicas already, unless ``sync_dist`` asks for them to be added up.
         """
         results = self.module.trainer._results
         if results is None:
             yield
             return
-        micro_batch = _MicroBatch(weight, size)
+        micro_batch = _MicroBatch(weight, size, of_all)
         if size:
             self._micro_batches.append(micro_batch)
         log = results.log
@@ -127,7 +139,8 @@ class LogRelay:
         # raise at the user's line.
         results.log = record
         try:
-            yield
+            with nullcontext() if self._pass_through else self._states.caught(micro_batch.states):
+                yield
         except BaseException:
             # The step ended at a cut: this rank, or another, runs the same micro-batch once more, further.
             self._micro_batches = [other for other in self._micro_batches if other is not micro_batch]
@@ -154,7 +167,13 @@ class LogRelay:
         if not any(key.dtype is not None for key in agreed):
             return Logged(agreed, None, told)
         values, weights, samples = self._combine(agreed, micro_batches)
-        return Logged(agreed, self._reduce(agreed, values, weights, samples), told)
+        reduced = self._reduce(agreed, values, weights, samples)
+        for index, key in enumerate(agreed):
+            if key.of_states:
+                metric = _find_metric(self.module, key)
+                parts = [m.states[id(metric)] for m in micro_batches if key in m.values and m.size]
+                reduced[0, index] = self._states.value(metric, parts)
+        return Logged(agreed, reduced, told)
 
     def replay(self, logged: Logged) -> None:
         """Log the values of one batch, as one step on the global batch would have, and stop if it asks to.
@@ -275,6 +294,9 @@ class LogRelay:
                 values[extreme] = all_reduce(tops.contiguous(), self.mesh.dp, "max")
         means = torch.tensor([key.op == "mean" for key in keys], device=values.device)
         values = torch.where(means, values / weights, values)
+        if any(key.of_all for key in keys):
+            alike = torch.tensor([key.of_all for key in keys], device=values.device)
+            values = torch.where(alike, values / samples, values)
         signs = torch.tensor(
             [-1.0 if key.op == "min" else 1.0 for key in keys], dtype=values.dtype, device=values.device
         )
@@ -293,6 +315,7 @@ def _record(micro_batch: _MicroBatch, fx: str, name: str, value: Metric | Tensor
     options = dict(options)
     own = options.pop("batch_size", None)
     attribute = options.pop("metric_attribute", None)
+    of_all = micro_batch.of_all and not options.get("sync_dist", False)
     # Settled by this relay: the value is the same on all ranks already.
     for settled in ("sync_dist", "sync_dist_fn", "sync_dist_group"):
         options.pop(settled, None)
@@ -300,7 +323,10 @@ def _record(micro_batch: _MicroBatch, fx: str, name: str, value: Metric | Tensor
     # Lightning's own check of `reduce_fx`, at the user's line rather than when the values are handed on.
     reduce_fx = _Metadata(fx, name, reduce_fx=reduce_fx).reduce_fx
     op: str = reduce_fx.__name__
-    number: Tensor | None = value._forward_cache if isinstance(value, Metric) else value
+    if not isinstance(value, Metric):
+        number: Tensor | None = value
+    else:
+        number = value._forward_cache if options.get("on_step", True) else None  # later it computes its own value
     if not isinstance(number, Tensor) or number.numel() != 1:
         number = None
     refuse_foreign(number, f"self.log({name!r}, ...)")
@@ -316,6 +342,8 @@ def _record(micro_batch: _MicroBatch, fx: str, name: str, value: Metric | Tensor
         dtype=None if number is None else torch.float64 if number.dtype == torch.float64 else torch.float32,
         own_batch_size=own is not None,
         metric=attribute if isinstance(value, Metric) else None,
+        of_states=number is not None and id(value) in micro_batch.states,
+        of_all=of_all and op == "sum",
         options=tuple(sorted(options.items())),
     )
     micro_batch.values[key] = (number, own)

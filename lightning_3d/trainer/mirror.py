@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
+from lightning_3d.errors import StageError
 from lightning_3d.placeholder import Placeholder
+from lightning_3d.trainer.late_modules import LateModules
 from lightning_3d.trainer.messages import encode
 
 log = logging.getLogger(__name__)
@@ -87,10 +89,15 @@ class StateMirror:
         is_everywhere: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self.module = module
-        # The same on all ranks, since the last stage's changes are carried out on the others.
-        self._watched = dict(_watched(module, in_block, is_everywhere))
+        self._in_block, self._is_everywhere = in_block, is_everywhere
+        self._late = LateModules(module)
         self._unsent: set[Path] = set()
-        self.named: dict[str, Any] = dict(module.named_modules())
+        self._look()
+
+    def _look(self) -> None:
+        # The same on all ranks, since the last stage's changes are carried out on the others.
+        self._watched = dict(_watched(self.module, self._in_block, self._is_everywhere))
+        self.named: dict[str, Any] = dict(self.module.named_modules())
         """Objects that are sent by name instead of by value."""
         self.names = {id(inner): name for name, inner in self.named.items()}
         """The names, by ``id``."""
@@ -101,6 +108,8 @@ class StateMirror:
         Args:
             copy: Also copy the values of tensors, so that :meth:`restore` can undo what is done to them in place.
         """
+        if self._late.changed():
+            self._look()
         return Snapshot({path: _freeze(value, copy) for path, value in self._values()})
 
     def delta(self, before: Snapshot) -> Delta:
@@ -124,7 +133,18 @@ class StateMirror:
         return Delta(values, tails, deleted)
 
     def apply(self, delta: Delta) -> None:
-        """Take over what has changed elsewhere."""
+        """Take over what has changed elsewhere.
+
+        Raises:
+            StageError: if that is in a module that this stage does not have.
+        """
+        unknown = {path[0] for path in (*delta.values, *delta.tails, *delta.deleted)} - self._watched.keys()
+        if unknown:
+            raise StageError(
+                f"The last stage has {', '.join(sorted(map(repr, unknown)))}, which this one has not. A module that a"
+                " step makes exists where the step runs to its end. Make it in a hook, which every rank runs"
+                " (on_validation_epoch_start, say)."
+            )
         for path, value in delta.values.items():
             self._set(path, value)
         for path, tail in delta.tails.items():

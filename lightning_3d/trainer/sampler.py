@@ -81,12 +81,25 @@ class ReplicaBatchSampler(ReplicaSampler):
     Args:
         source: Yields the batches that one process would see, all replicas' samples together.
         axis: The data-parallel axis.
+        runs: Give every replica as many samples that follow each other instead: joined, they are the batch.
     """
+
+    def __init__(self, source: Any, axis: Axis, runs: bool = False) -> None:
+        super().__init__(source, axis)
+        self.runs = runs
 
     @override
     def share(self) -> Iterator[list[int]]:
-        parts = (batch[self.axis.rank :: self.axis.size] for batch in self.source)
+        parts = (self._part(batch) for batch in self.source)
         return (part for part in parts if len(part))  # only a last, short batch can leave a replica without samples
+
+    def _part(self, batch: list[int]) -> list[int]:
+        replica, replicas = self.axis.rank, self.axis.size
+        if not self.runs:
+            return batch[replica::replicas]
+        size, more = divmod(len(batch), replicas)
+        start = replica * size + min(replica, more)
+        return batch[start : start + size + (replica < more)]
 
     @override
     def __len__(self) -> int:
@@ -108,7 +121,7 @@ def take_over_sampling(trainer: Trainer) -> bool:
     return bool(wanted)
 
 
-def shard(loader: Any, axis: Axis, whole: int | None = None) -> Any:
+def shard(loader: Any, axis: Axis, whole: int | None = None, runs: bool = False) -> Any:
     """The loader of one replica: over all replicas, batch k holds what one process reads as its batch k.
 
     ``loader.batch_size`` counts samples per replica, so one process would read ``axis.size`` times as many.
@@ -118,6 +131,7 @@ def shard(loader: Any, axis: Axis, whole: int | None = None) -> Any:
             but a ``DataLoader`` over a map-style dataset comes back as it is: it decides itself what a replica reads.
         axis: The data-parallel axis.
         whole: Samples in a batch over all replicas, where they do not divide evenly.
+        runs: Give a replica samples that follow each other in the batch.
 
     Raises:
         ConfigError: for a ``DistributedSampler`` set up for other replicas than there are, or with uneven batches.
@@ -139,7 +153,7 @@ def shard(loader: Any, axis: Axis, whole: int | None = None) -> Any:
         return _replace(loader, sampler=ReplicaSampler(loader.sampler, axis))
     if type(sampler) is BatchSampler:
         batches = BatchSampler(sampler.sampler, whole or sampler.batch_size * axis.size, sampler.drop_last)
-        return _replace(loader, batch_sampler=ReplicaBatchSampler(batches, axis))
+        return _replace(loader, batch_sampler=ReplicaBatchSampler(batches, axis, runs))
     return _replace(loader, batch_sampler=ReplicaSampler(sampler, axis))
 
 
@@ -165,6 +179,14 @@ def set_batch_size(loader: Any, batch_size: int) -> Any:
         )
     resized = BatchSampler(sampler.sampler, batch_size, sampler.drop_last)
     return _replace(loader, batch_sampler=resized, batch_size=batch_size)
+
+
+def reads_everything(loader: Any) -> bool:
+    """Whether every replica reads all samples of a dataset, because the user does not want them shared out."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    own = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    return index_sampler(loader) is None and not isinstance(own, DistributedSampler)
 
 
 def index_sampler(loader: Any) -> ReplicaSampler | None:

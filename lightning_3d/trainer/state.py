@@ -18,6 +18,7 @@ from lightning_3d.trainer.assembly import Assembly
 from lightning_3d.trainer.failure import say
 from lightning_3d.trainer.host_random import HostRandomState
 from lightning_3d.trainer.launcher import ProcessLauncher
+from lightning_3d.trainer.metrics import leave_states_to_first, persistent_states, states_of_all
 from lightning_3d.trainer.replicas import ReplicaStrategy
 from lightning_3d.trainer.saving import Saving
 
@@ -69,7 +70,9 @@ class StatefulStrategy(ReplicaStrategy):
         def gather() -> checkpoints.Content:
             return checkpoints.gather(checkpoint, self._model_state(), self.topology, self._rank_state())
 
-        self._saving.save(filepath, gather, self.topology)
+        assert self.lightning_module is not None
+        with states_of_all(self.lightning_module):
+            self._saving.save(filepath, gather, self.topology)
 
     def finish_saving(self) -> None:
         """Wait until no checkpoint is under way in the background; collective.
@@ -93,7 +96,9 @@ class StatefulStrategy(ReplicaStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
         checkpoints.load_model(checkpoint["state_dict"], self._model_state(), self.topology, strict)
+        leave_states_to_first(self.lightning_module, self.topology)
         self._assembled.complaint = ""
 
     @override
@@ -138,7 +143,8 @@ class StatefulStrategy(ReplicaStrategy):
         assert module is not None
         assembly.sharding.release()
         persistent = set(assembly.keys)
-        buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+        named = (*module.named_buffers(), *persistent_states(module).items())
+        buffers = {name: buffer for name, buffer in named if name in persistent}
         return checkpoints.ModelState(
             parameters=dict(module.named_parameters(remove_duplicate=False)),
             keys=assembly.keys,

@@ -292,7 +292,9 @@ def test_c47_every_prediction_is_written_once_and_by_one_rank_of_a_replica(tmp_p
         for kind in kinds:
             found: dict[int, Tensor] = {}
             files = sorted((tmp_path / str(kept)).glob(f"{kind}_*"))
-            assert len({file.name.split("_")[1] for file in files}) == mesh[1], "one rank per replica"
+            writers = {int(file.name.split("_")[1]) for file in files}
+            # Batches are written by a rank of each replica, as they come; at the end one rank has all of them.
+            assert writers == ({0, mesh[2]} if kind == "batch" else {0})
             for file in files:
                 for prediction, indices in zip(*torch.load(file, weights_only=False), strict=True):
                     for index, row in zip(indices, prediction, strict=True):
