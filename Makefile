@@ -8,6 +8,9 @@ RUN_STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST_ARGS ?=
+# One more than two cores: some tests wait for time limits. Files stay whole, since their tests share reference runs.
+TEST_WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 QUICKSTART_ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -41,7 +44,7 @@ quickstart: $(RUN_STAMP)  ## train a small GPT at pp2 dp2 tp2 on 8 CPU processes
 	$(BIN)/lightning-3d fit --config recipes/quickstart.yaml $(QUICKSTART_ARGS)
 
 test: lint types  ## lint, types and all tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 zoo: $(DEV_STAMP)  ## train every model of the zoo at every layout, and write the table of the README
 	$(BIN)/python -m tests.zoo.table

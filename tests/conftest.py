@@ -19,13 +19,16 @@ _GPU_TESTS = Path(__file__).parent / "gpu"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark everything in tests/gpu, and leave it out on a machine without a GPU."""
+    """Mark everything in tests/gpu, and leave it out on a machine without a GPU. What takes longest comes first."""
     gpu = [item for item in items if _GPU_TESTS in item.path.parents]
     for item in gpu:
         item.add_marker(pytest.mark.gpu)
     if gpu and not _has_gpu():
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if item not in gpu]
+    # A worker runs whole files: one that got a long file last would keep the others waiting.
+    slow = {item.path for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("long")}
+    items.sort(key=lambda item: (item.path not in slow, item.path.parent.name == "unit"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

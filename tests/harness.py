@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -144,9 +145,7 @@ def run_trainer(
     per_node, rest = divmod(world_size, num_nodes)
     if rest:
         raise ValueError(f"{world_size} ranks do not divide into {num_nodes} nodes.")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environments = [
         {
             "MASTER_ADDR": "127.0.0.1",
@@ -164,7 +163,22 @@ def run_trainer(
     return _run(fn, world_size, args, timeout, environments, None, "gloo")
 
 
+def free_port() -> int:
+    """A port to meet at, which nothing takes before it is used.
+
+    Ports that the kernel chooses it gives to others as well once they are released, and tests run side by side. These
+    lie below its range, and every process of tests begins somewhere else.
+    """
+    for number in _port_numbers:
+        port = 12_000 + number % 20_000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("the numbers never end")
+
+
 _run_numbers = iter(range(sys.maxsize))
+_port_numbers = itertools.count(os.getpid() * 211)
 
 
 @functools.lru_cache(maxsize=1)
@@ -173,6 +187,10 @@ def _context() -> ForkServerContext:
     collected = sorted(name for name in sys.modules if name.startswith(("tests.", "lightning_3d.")))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOAD, *collected, "tests.rank_server"])
+    # It answers when all is imported, which no rank's time limit is for.
+    first = context.Process(target=os.getpid)
+    first.start()
+    first.join()
     return context
 
 
@@ -197,6 +215,7 @@ def _run(
     store: tuple[str, int, str] | None,
     backend: str,
 ) -> list[Any]:
+    context = _context()
     deadline = time.monotonic() + timeout
     call = pickle.dumps((fn, tuple(args)))
     processes: list[ForkServerProcess] = []
@@ -217,8 +236,8 @@ def _run(
         ]
         try:
             for job in jobs:
-                here, there = _context().Pipe()
-                process = _context().Process(target=_rank_main, args=(job, there), name=f"rank {job.rank}")
+                here, there = context.Pipe()
+                process = context.Process(target=_rank_main, args=(job, there), name=f"rank {job.rank}")
                 process.start()
                 there.close()
                 processes.append(process)

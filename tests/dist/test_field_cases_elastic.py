@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests import elastic_job
+from tests.harness import free_port
 from tests.torchrun import ROOT, Agents, Hosts
 
 START_S = 120.0
@@ -21,11 +21,8 @@ START_S = 120.0
 @pytest.fixture
 def agents(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Agents]:
     nodes, ranks, arguments = request.param
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     job = [ROOT / "tests" / "elastic_job.py", tmp_path, *arguments]
-    group = Agents(tmp_path, f"127.0.0.1:{port}", job, nodes, ranks)
+    group = Agents(tmp_path, f"127.0.0.1:{free_port()}", job, nodes, ranks)
     yield group
     group.stop()
 

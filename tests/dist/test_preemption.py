@@ -129,6 +129,7 @@ def straight(folder: str, accumulate: int = 1) -> Sends:
     return sends
 
 
+@pytest.mark.slow
 def test_c49_all_ranks_finish_the_step_save_once_and_go_on_exactly(tmp_path: Path) -> None:
     cases = [
         ("step", 3, 1),

@@ -140,24 +140,22 @@ WHO = {
 }
 
 
-LONG = (pytest.mark.slow, pytest.mark.long)
-
-
 @pytest.mark.parametrize(
     "run",
     [
         ("popen", "step"),
-        pytest.param(("popen", "worker"), marks=LONG),
-        pytest.param(("popen", "start"), marks=LONG),
+        pytest.param(("popen", "worker"), marks=pytest.mark.long),
+        pytest.param(("popen", "start"), marks=pytest.mark.long),
         ("popen", "exit"),
         ("fork", "kill"),
-        pytest.param(("forkserver", "start"), marks=LONG),
-        pytest.param(("torchrun", "step"), marks=LONG),
+        pytest.param(("forkserver", "start"), marks=pytest.mark.long),
+        pytest.param(("torchrun", "step"), marks=pytest.mark.long),
         ("torchrun", "kill"),
     ],
     indirect=True,
     ids=lambda value: "-".join(value),
 )
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_all_ranks_end_when_one_fails(run: _Run, request: pytest.FixtureRequest) -> None:
     start_method, fault = request.node.callspec.params["run"]
@@ -185,10 +183,11 @@ def test_all_ranks_end_when_one_fails(run: _Run, request: pytest.FixtureRequest)
     [
         (("popen", "none"), signal.SIGINT),
         (("popen", "none"), signal.SIGKILL),
-        pytest.param(("fork", "none"), signal.SIGINT, marks=LONG),
+        pytest.param(("fork", "none"), signal.SIGINT, marks=pytest.mark.long),
     ],
     indirect=["run"],
 )
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_no_process_outlives_the_one_that_was_started(run: _Run, signum: signal.Signals) -> None:
     for rank in range(4):
