@@ -29,7 +29,9 @@ class Estimate:
     tokens_per_s_per_gpu: float
     """Tokens trained per second, divided by all GPUs."""
     memory_gb: float
-    """Peak memory of the fullest rank, in 1e9 bytes."""
+    """Peak of the tensors on the fullest rank, as ``torch.cuda.max_memory_allocated`` has it, in 1e9 bytes."""
+    device_memory_gb: float
+    """The same as ``nvidia-smi`` shows it: with CUDA's context, NCCL and the allocator's fragments."""
     memory: tuple[StageMemory, ...]
     """Memory of a rank of every pipeline stage by kind, in bytes."""
     fits: bool
@@ -56,6 +58,10 @@ class Estimate:
     """The optimizer's own step."""
     time_share: Mapping[str, float]
     """Fractions of the step: ``compute``, ``tp``, ``pp`` (bubble and messages), ``dp``, ``other``; they add up to 1."""
+    chunk_s: tuple[tuple[float, float, float], ...]
+    """Of every chunk and one micro-batch: forward, whole backward, the part of it for weights."""
+    message_s: float
+    """A message between two stages."""
 
     @property
     def exposed_communication_s(self) -> float:
@@ -134,6 +140,7 @@ def estimate(
     peak = kernels.peak
     memory = stage_memory(shape, layout)
     fullest = max(stage.total for stage in memory) / GB
+    on_device = max(stage.on_device for stage in memory) / GB
     waiting = max(0.0, pipeline.total - compute - tp - sharded_total)
     shares = {"compute": compute, "tp": tp, "pp": waiting, "dp": exposed}
     share = {name: seconds / step for name, seconds in shares.items()}
@@ -142,8 +149,9 @@ def estimate(
         step_time_s=step,
         tokens_per_s_per_gpu=rate,
         memory_gb=fullest,
+        device_memory_gb=on_device,
         memory=memory,
-        fits=fullest <= cluster.gpu_memory_gb,
+        fits=on_device <= cluster.gpu_memory_gb,
         bubble_fraction=pipeline.bubble_fraction * pipeline.total / step,
         mfu=rate * model_flops_per_token(shape) / peak,
         hfu=rate * hardware_flops_per_token(shape, layout.activation_checkpointing) / peak,
@@ -155,6 +163,8 @@ def estimate(
         exposed_dp_s=exposed,
         optimizer_s=optimizer,
         time_share=share,
+        chunk_s=tuple(zip(forward, backward, (part.weight for part in parts), strict=True)),
+        message_s=send,
     )
 
 
@@ -208,9 +218,11 @@ def _data_parallel(
     gather = links.gather(2 * held, replicas) if layout.zero_stage else reduce
     if layout.communicates_each_micro_batch:
         return (gather, gather) if layout.zero_stage == 2 else (0.0, 0.0)
-    total = reduce + gather
     if not layout.overlap_grad_reduce:
+        # Systems without overlap reduce all gradients to all replicas, whatever each of them needs.
+        total = 2 * reduce + (gather if layout.zero_stage else 0.0)
         return total, total
+    total = reduce + gather
     # Reduced behind the last backward, gathered behind the first forward; what hides still costs a little.
     hidden = min(reduce, backward) + (min(gather, forward) if layout.zero_stage else 0.0)
     return total, total - hidden * (1 - links.constants.overlap_cost)

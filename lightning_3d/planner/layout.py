@@ -69,10 +69,12 @@ class Layout:
     """Layers of every chunk; ``None``: as even as possible."""
     reduce_dtype: str = "float32"
     """Type in which gradients are kept and summed."""
+    keeps_16bit_gradients: bool = False
+    """Whether 16-bit gradients stay beside the float32 ones (DeepSpeed's BF16Optimizer)."""
     flash_attention: bool = True
     """Whether attention is one fused kernel, which keeps no scores."""
     fused_elementwise: bool = False
-    """Whether norms, activations and residuals are fused (``torch.compile``, Megatron's kernels), not one kernel each."""
+    """Whether norms, activations and residuals are fused (``torch.compile``, Megatron), not a kernel each."""
     fused_loss: bool = False
     """Whether the loss works in place on its logits, instead of keeping float32 copies of them."""
     overlap_grad_reduce: bool = True

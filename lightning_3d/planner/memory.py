@@ -9,6 +9,8 @@ from lightning_3d.planner.pipeline import chunk_ranks, in_flight_chunks
 from lightning_3d.planner.shape import ModelShape
 
 GB = 1e9
+_RESERVED, _CONTEXT = 1.06, 4.5e9
+"""What the allocator holds beyond the tensors, and bytes of CUDA's context, libraries and NCCL's channels."""
 _BUCKET = 25 * 2**20
 """Bytes that are gathered or reduced at once at least."""
 
@@ -34,6 +36,11 @@ class StageMemory:
     def total(self) -> float:
         """All of it, in bytes."""
         return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def on_device(self) -> float:
+        """Bytes that ``nvidia-smi`` would show: with the allocator's fragments, CUDA's context and NCCL."""
+        return self.total * _RESERVED + _CONTEXT
 
     def in_gb(self) -> dict[str, float]:
         """By kind, in 1e9 bytes."""
@@ -176,9 +183,14 @@ def stage_memory(shape: ModelShape, layout: Layout) -> tuple[StageMemory, ...]:
         layer = shape.layer_parameters / t if not shape.experts else chunk_parameters(shape, 1, False, False, layout)
         buffers = 0.0 if layout.fused_loss else 2 * logits  # copies that a plain cross entropy keeps
         if layout.zero_stage == 3:
-            buffers += 2 * layer * 2 + layer * layout.reduce_bytes
+            # Two layers are gathered, one's gradients are whole; and so is the root: the embedding and the head.
+            root = (shape.embedding_parameters * (0 in chunks) + shape.head_parameters * (last in chunks)) / t
+            buffers += 2 * layer * 2 + layer * layout.reduce_bytes + root * (2 + layout.reduce_bytes)
         elif d > 1:
             buffers += min(parameters * layout.reduce_bytes, max(_BUCKET, layer * layout.reduce_bytes)) / 1
+        if layout.reduce_bytes == 2 and states.optimizer + states.optimizer_shared > 8:
+            # Adam reads gradients in float32: a copy of the shard's.
+            buffers += parameters * 4 / (d if layout.zero_stage else 1)
         if layout.activation_checkpointing not in (None, "selective", "operators"):
             buffers += full
         offloaded = layout.offload is not None
@@ -187,7 +199,8 @@ def stage_memory(shape: ModelShape, layout: Layout) -> tuple[StageMemory, ...]:
                 parameters=0.0
                 if layout.offload == "parameters"
                 else parameters * (states.parameters + states.parameters_shared / d),
-                gradients=parameters * (states.gradients + states.gradients_shared / d),
+                gradients=parameters
+                * (states.gradients + states.gradients_shared / d + 2 * layout.keeps_16bit_gradients),
                 optimizer=0.0 if offloaded else parameters * (states.optimizer + states.optimizer_shared / d),
                 activations=activations,
                 logits=logits,

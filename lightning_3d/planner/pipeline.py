@@ -18,7 +18,7 @@ from lightning_3d.schedules import SCHEDULES, Kind
 CLOSED_FORM = ("zb_h2",)
 """Zero-bubble schedules known by their formula (Qi et al. 2024, tables 1 and 2) until they are built."""
 SCHEDULE_NAMES = tuple(dict.fromkeys((*SCHEDULES, *CLOSED_FORM)))
-_ROUNDS = 5
+_ROUNDS = 4
 """Rounds of as many micro-batches as stages that are simulated before the rest is extrapolated."""
 
 
