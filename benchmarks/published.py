@@ -17,6 +17,8 @@ from lightning_3d.planner.flops import hardware_flops_per_token, model_flops_per
 from lightning_3d.planner.memory import layer_activations
 
 CSV = Path(__file__).parent / "published_runs.csv"
+_ONE_NVLINK = 25.0
+"""GB/s of one link of an A100, in one direction."""
 _VOCAB = 51200
 """GPT-2's vocabulary, padded as Megatron pads it: where none is given."""
 
@@ -38,6 +40,8 @@ class Run:
     """As measured, in 1e9 bytes."""
     memory_of_last: bool
     """Whether that is the memory of the last stage, not of the fullest."""
+    memory_of_device: bool
+    """Whether the device was asked (nvidia-smi), which also counts CUDA's context and what the allocator holds."""
 
 
 def read(path: Path = CSV) -> tuple[list[Run], dict[str, str]]:
@@ -71,6 +75,7 @@ def as_run(row: Mapping[str, str]) -> Run:
         step_time_s=seconds,
         measured_as=measured_as,
         memory_gb=_number(row, "mem_gb_per_gpu"),
+        memory_of_device="nvidia-smi" in (row.get("flops_formula_note") or "").lower(),
         memory_of_last="last global rank" in (row.get("flops_formula_note") or "").lower(),
     )
 
@@ -104,16 +109,23 @@ def as_shape(row: Mapping[str, str]) -> ModelShape:
 
 
 def as_cluster(row: Mapping[str, str]) -> Cluster:
-    """GPUs and links; link speeds that are not given are the usual ones of the GPU."""
+    """GPUs and links; link speeds that are not given are the usual ones of the GPU, with one exception.
+
+    Where A100s share network cards, the node has no NVSwitch, and a ring runs over the four NVLinks between two GPUs:
+    BLOOM's model card describes such nodes ("8 GPUs per node using NVLink 4 inter-gpu connects, 4 OmniPath links").
+    """
     count = _whole(row, "n_gpus")
     if not row.get("gpu") or not count:
         raise ValueError("no GPU or number of GPUs")
+    nvlink, network = _number(row, "intra_node_GBps"), _number(row, "inter_node_Gbps")
+    if nvlink is None and network is not None and gpu(row["gpu"]).generation == "ampere" and network < 100:
+        nvlink = 4 * _ONE_NVLINK
     return Cluster.of_gpus(
         row["gpu"],
         count,
         _whole(row, "gpus_per_node"),
-        intra_node_GBps=_number(row, "intra_node_GBps"),
-        inter_node_Gbps=_number(row, "inter_node_Gbps"),
+        intra_node_GBps=nvlink,
+        inter_node_Gbps=network,
     )
 
 
@@ -140,7 +152,8 @@ def as_layout(row: Mapping[str, str], shape: ModelShape, cluster: Cluster) -> La
     recompute = (row.get("activation_ckpt") or "").lower()
     checkpointing = next((kind for kind in ("full", "selective") if recompute.startswith(kind)), None)
     new = gpu(row["gpu"]).generation not in ("volta", "ampere")
-    fully_sharded = (zero or 0) >= 2 and pp == 1 and tp == 1
+    # ZeRO-3 is FSDP: plain PyTorch modules. The others are Megatron and its kin, with kernels of their own.
+    fully_sharded = zero == 3 or (zero == 2 and pp == 1)
     if checkpointing == "selective" and fully_sharded:
         checkpointing = "operators"
     fused = not fully_sharded or "fp8" in text or "float8" in text
@@ -172,6 +185,7 @@ def as_layout(row: Mapping[str, str], shape: ModelShape, cluster: Cluster) -> La
         activation_checkpointing=checkpointing,
         precision=row.get("precision") or "bf16",
         reduce_dtype="float16" if text.startswith("fp16") else "bfloat16" if "pure" in text else "float32",
+        keeps_16bit_gradients="bf16optimizer" in text,
         flash_attention=not unfused,
         fused_elementwise=fused,
         fused_loss=not fully_sharded,
