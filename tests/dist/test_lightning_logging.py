@@ -142,7 +142,7 @@ def one_process() -> Any:
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 2), (2, 2, 1), (1, 3, 1)], ids=str)
-def test_every_form_of_log_gives_the_values_of_one_process(mesh: Mesh, one_process: Any) -> None:
+def test_c31_every_form_of_log_gives_the_values_of_one_process(mesh: Mesh, one_process: Any) -> None:
     seen, facts, validated, tested = one_process
     for rank, (got_seen, got_facts, got_validated, got_tested) in enumerate(on_ranks(log_everything, mesh)):
         assert len(got_seen) == len(seen)
