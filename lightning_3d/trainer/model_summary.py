@@ -52,7 +52,8 @@ class WholeSummary:
         if example is not None and run:
             try:
                 with _without_values(module):
-                    return cls._from(summarize(module, max_depth))
+                    summary = summarize(module, max_depth)
+                return cls._from(summary)  # with the parameters that train
             except Exception as error:
                 rank_zero_warn(
                     "The model summary goes without input and output sizes: with example_input_array the model could"
