@@ -6,12 +6,14 @@ Importing the package registers the strategies ``"3d"``, ``"3d_zero2"`` and ``"3
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_3d.errors import CheckpointError, ConfigError, PlanError, StageError, ThreeDError
+from lightning_3d.lr_scaling import BatchScaledLR
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.strategy import ThreeDStrategy
 from lightning_3d.trainer.layout import Layout
 from lightning_3d.trainer.run_report import RunReport
 
 __all__ = [
+    "BatchScaledLR",
     "CheckpointError",
     "ConfigError",
     "Layout",

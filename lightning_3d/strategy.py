@@ -36,6 +36,7 @@ from lightning_3d.trainer.clock import follow_one_clock
 from lightning_3d.trainer.compiled import TakesCompiled
 from lightning_3d.trainer.elastic import fit_to_world
 from lightning_3d.trainer.failure import FailureGuard
+from lightning_3d.trainer.global_batch import tell_schedulers
 from lightning_3d.trainer.hook_logs import HookLogs
 from lightning_3d.trainer.launcher import make_launcher
 from lightning_3d.trainer.layout import Layout
@@ -383,6 +384,7 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [self._assembled.current_parameter(parameter) for parameter in group["params"]]
+        tell_schedulers(self.lr_scheduler_configs, trainer, self.config, self.topology)
 
     @override
     def model_to_device(self) -> None:

@@ -6,13 +6,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import (
     ArgsType,
     LightningArgumentParser,
     LightningCLI,
+    LRSchedulerTypeUnion,
     Namespace,
     SaveConfigCallback,
     _InstantiatorFn,
@@ -20,11 +21,14 @@ from lightning.pytorch.cli import (
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import Optimizer
 from typing_extensions import override
 
-import lightning_3d.models  # noqa: F401  so that --model GPT and --data ByteText are known by their short names
-from lightning_3d import ThreeDStrategy
-from lightning_3d.cli.did_you_mean import explain
+import lightning_3d.models  # so that --model GPT and --data ByteText are known by their short names
+from lightning_3d import BatchScaledLR, ThreeDStrategy
+from lightning_3d.cli.config_files import check_config_files
+from lightning_3d.cli.did_you_mean import check_environment, check_strategy, explain
+from lightning_3d.cli.paths import given_path
 from lightning_3d.errors import ConfigError, ThreeDError
 
 SUCCESS, FAILURE, BAD_INPUT = 0, 1, 2
@@ -32,6 +36,9 @@ SUCCESS, FAILURE, BAD_INPUT = 0, 1, 2
 
 READER_LEFT = 128 + 13
 """Exit code of a command whose output nobody reads any more: what shells make of SIGPIPE."""
+
+CHOSEN_BY_TRAINER = ("last", "best", "hpc")
+"""Values of ``--ckpt_path`` that are no paths."""
 
 STRATEGY = "lightning_3d.ThreeDStrategy"
 PROG = "lightning-3d"
@@ -51,11 +58,25 @@ def convert(args: list[str]) -> int:
     return run(args)
 
 
+def dry_run(args: list[str]) -> int:
+    """Run ranks of a recipe without memory and without the others: memory, messages, arithmetic."""
+    from lightning_3d.cli.dry_run import main
+
+    return main(args)
+
+
 def inspect(args: list[str]) -> int:
     """Show what lies in a checkpoint."""
     from lightning_3d.cli.inspect import inspect as run
 
     return run(args)
+
+
+def plan(args: list[str]) -> int:
+    """Choose the sizes of a layout for a model on a cluster, and say why and what it costs."""
+    from lightning_3d.cli.plan import main
+
+    return main(args)
 
 
 def simulate(args: list[str]) -> int:
@@ -68,7 +89,9 @@ def simulate(args: list[str]) -> int:
 SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "convert": convert,
     "doctor": doctor,
+    "dry-run": dry_run,
     "inspect": inspect,
+    "plan": plan,
     "simulate": simulate,
 }
 """Commands that train nothing, by name: each takes the arguments after its name and returns an exit code."""
@@ -82,6 +105,7 @@ class Parser(LightningArgumentParser):
         """Return the help text, with a section for :class:`ThreeDStrategy` where a Trainer is configured."""
         text = super().format_help(*args, **kwargs)
         if self.prog == PROG:
+            text += f"\n    {PROG} --version shows the version.\n"
             text += "\nFurther commands, each with its own --help:\n"
             text += "".join(f"    {name:<20}{_summary(run)}\n" for name, run in SUBCOMMANDS.items())
         if "trainer" not in (self.groups or {}):
@@ -98,7 +122,7 @@ class Parser(LightningArgumentParser):
         if not self.exit_on_error or _debug():
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
-        sys.stderr.write(f"error: {explain(message, self)}\n")
+        sys.stderr.write(f"error: {explain(message, self, sorted([*CLI.subcommands(), *SUBCOMMANDS]))}\n")
         sys.stderr.write(f"All options: {parser.prog.replace(' [options]', '')} --help\n")
         raise SystemExit(BAD_INPUT)
 
@@ -128,7 +152,7 @@ class CLI(LightningCLI):
 
     def __init__(self, args: ArgsType = None) -> None:
         self._refused: Exception | None = None
-        options: dict[str, Any] = {"allow_abbrev": False}
+        options: dict[str, Any] = {"allow_abbrev": False, "default_env": True}
         super().__init__(
             args=args,
             subclass_mode_model=True,
@@ -144,6 +168,36 @@ class CLI(LightningCLI):
                 **{name: dict(options) for name in self.subcommands()},
             },
         )
+
+    @override
+    @staticmethod
+    def configure_optimizers(
+        lightning_module: LightningModule, optimizer: Optimizer, lr_scheduler: LRSchedulerTypeUnion | None = None
+    ) -> Any:
+        """Return what ``--optimizer`` and ``--lr_scheduler`` name, for the module's ``configure_optimizers``."""
+        if isinstance(lr_scheduler, BatchScaledLR):
+            return lr_scheduler.configured()
+        return LightningCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse the command line, environment variables and files, in that order of weight.
+
+        Raises:
+            ConfigError: A file cannot be one, or a variable or the strategy has a name that does not exist.
+        """
+        check_config_files(sys.argv[1:] if args is None else cast(Sequence[str], args))
+        check_environment(parser, self.subcommands())
+        super().parse_arguments(parser, args)
+        chosen = self.config[self.config.subcommand]
+        if isinstance(chosen.trainer.strategy, str):
+            check_strategy(chosen.trainer.strategy)
+        path = chosen.get("ckpt_path")
+        if path and path not in CHOSEN_BY_TRAINER and ":" not in path and not given_path(path).exists():
+            raise ConfigError(
+                f"--ckpt_path {path}: there is no such checkpoint, seen from {os.getcwd()}. Give the path of one, or"
+                f" one of {', '.join(CHOSEN_BY_TRAINER)}."
+            )
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -190,6 +244,9 @@ def main(args: Sequence[str] | None = None) -> int:
         args: What follows the name of the command; by default from ``sys.argv``.
     """
     given = list(sys.argv[1:] if args is None else args)
+    if given[:1] == ["--version"]:
+        sys.stdout.write(f"{PROG} {lightning_3d.__version__}\n")
+        return SUCCESS
     try:
         if given and given[0] in SUBCOMMANDS:
             return _run(SUBCOMMANDS[given[0]], given[1:])

@@ -12,9 +12,10 @@ import pytest
 import yaml
 from lightning.pytorch import Trainer
 
+import lightning_3d
 from lightning_3d import ThreeDStrategy
 from lightning_3d.cli import main
-from lightning_3d.cli.command import CLI
+from lightning_3d.cli.command import CLI, SUBCOMMANDS
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 QUICKSTART = next(path for path in RECIPES if path.stem == "quickstart")
@@ -111,10 +112,13 @@ def test_help_shows_every_option_of_the_strategy(subcommand: str, capsys: pytest
         assert explained[name].replace(" ", "")[:60] in text.replace(" ", ""), name
 
 
-def test_general_help_names_the_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_general_help_names_the_subcommands_each_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in ("fit", "validate", "test", "predict"))
+    for name in (*CLI.subcommands(), *SUBCOMMANDS):
+        assert re.search(rf"^ +{name} +\w+ \w+", text, re.M), name
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"lightning-3d {lightning_3d.__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -125,6 +129,19 @@ def test_general_help_names_the_subcommands(capsys: pytest.CaptureFixture[str]) 
         (("--trainer.strategy.tensor_paralel=2",), ("no option 'tensor_paralel'", "Did you mean 'tensor_parallel'?")),
         (("--model.num_layer=2",), ("GPT has no option 'num_layer'", "Did you mean 'num_layers'?")),
         (("--data.file=x",), ("ByteText has no option 'file'",)),
+        (("--seed_evrything=3",), ("'seed_evrything' is not an option", "Did you mean 'seed_everything'?")),
+        (("--model=GTP",), ("model='GTP'", "Did you mean 'GPT'?")),
+        (("--data=ByteTxt",), ("data='ByteTxt'", "Did you mean 'ByteText'?")),
+        (("--model=nosuch.GPT",), ("no package or module 'nosuch'",)),
+        (("--optimizer=AdamWW",), ("Did you mean 'AdamW'?",)),
+        (("--optimizer=AdamW", "--optimizer.lrr=3"), ("AdamW has no option 'lrr'. Did you mean 'lr'?",)),
+        (("--trainer.callbacks+=lightning_3d.RunReprt",), ("Did you mean 'lightning_3d.RunReport'?",)),
+        (("--trainer.strategy=3d_zero4",), ("strategy='3d_zero4'", "Did you mean '3d_zero3'?")),
+        (("--trainer.strategy=lightning_3d.ThreeDStrateg",), ("Did you mean 'lightning_3d.ThreeDStrategy'?",)),
+        (("--trainer.precision=bf16-mixd",), ("trainer.precision='bf16-mixd'", "Did you mean 'bf16-mixed'?")),
+        (("--trainer.strategy.zero_stage=two",), ("ThreeDStrategy.zero_stage='two' is not valid: expected int.",)),
+        (("--trainer.max_steps=many",), ("trainer.max_steps='many' is not valid: expected int.",)),
+        (("--ckpt_path=/not/there",), ("--ckpt_path /not/there: there is no such checkpoint",)),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )
@@ -145,15 +162,107 @@ def test_a_typo_is_an_error_that_names_the_nearest(
         ("num_heads:", "n_heads:", "Did you mean 'num_heads'?"),
         ("\ndata:", "\ndatum:", "Did you mean 'data'?"),
         ("ThreeDStrategy", "ThreeStrategy", "Did you mean 'lightning_3d.ThreeDStrategy'?"),
+        ("init_args:", "init_arg:", "Did you mean 'init_args'?"),
+        ("    class_path: lightning_3d.Three", "    clas_path: lightning_3d.Three", "Did you mean 'class_path'?"),
+        ("\nmodel:", "\ntrainer:\n  max_steps: 3\nmodel:", "gives 'trainer' again, which line"),
+        ("  max_steps:", " max_steps:", "typo.yaml:"),
+        ("  max_steps:", "\tmax_steps:", "is not YAML: found character '\\t'"),
     ],
 )
 def test_a_typo_in_a_recipe_is_found_too(
     old: str, new: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tmp_path / "typo.yaml"
-    recipe.write_text(QUICKSTART.read_text().replace(old, new))
-    assert run("fit", "--config", str(recipe)) == 2
-    assert said in capsys.readouterr().err
+    recipe.write_text(QUICKSTART.read_text().replace(old, new, 1))
+    assert run("fit", "-c", str(recipe)) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((), "No command was given. There are: "),
+        (("fitt",), "'fitt' is not a command. Did you mean 'fit'?"),
+        (("doctr", "x"), "Did you mean 'doctor'?"),
+        (("fit", "-c", "recipe.yml"), "Did you mean 'recipe.yaml'?"),
+        (("fit", "-c", "."), "is a folder"),
+        (("fit", "-c", "empty.yaml"), "empty.yaml is empty"),
+        (("fit", "-c", "list.yaml"), "list.yaml holds no keys"),
+        (("fit", "-c", "fit.yaml"), "'fit' is a command. A file with such keys is given before it"),
+        (("fit", "-c", "named.yaml", "--trainer.strategy.zero_stage=1"), "is a name, which takes no options"),
+        (("fit", "--data=ByteText"), "'model' is missing"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_commands_and_files_that_cannot_be(
+    args: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {
+        "recipe": "model: GPT\n",
+        "empty": "",
+        "list": "- a\n",
+        "fit": "fit:\n  model: GPT\n",
+        "named": "trainer:\n  strategy: 3d_zero2\nmodel: GPT\ndata: ByteText\n",
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    assert run(*args) == 2
+    error = capsys.readouterr().err
+    assert said in error, error
+    assert "Traceback" not in error
+
+
+def test_later_files_and_options_win_and_what_is_printed_runs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "trainer.yaml").write_text("max_steps: 5\nlog_every_n_steps: 3\n")
+    (tmp_path / "more" / "change.yaml").write_text("trainer: trainer.yaml\nmodel:\n  init_args:\n    num_layers: 6\n")
+    merged = ("-c", str(QUICKSTART), "-c", "more/change.yaml", "--trainer.max_steps=7")
+    assert run("fit", *merged, "--print_config") == 0
+    printed = capsys.readouterr().out
+    config = yaml.safe_load(printed)
+    assert (config["trainer"]["max_steps"], config["trainer"]["log_every_n_steps"]) == (7, 3)
+    assert (config["model"]["init_args"]["num_layers"], config["model"]["init_args"]["num_heads"]) == (6, 4)
+    (tmp_path / "again.yaml").write_text(printed)
+    monkeypatch.chdir(tmp_path / "more")
+    assert run("fit", "-c", "../again.yaml", "--print_config") == 0
+    assert capsys.readouterr().out == printed
+    assert built(monkeypatch, "fit", "-c", "../again.yaml").trainer.max_steps == 7
+
+
+def test_environment_variables_set_options_and_the_command_line_wins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PL_FIT__MODEL", "GPT")
+    monkeypatch.setenv("PL_FIT__DATA", "ByteText")
+    monkeypatch.setenv("PL_FIT__TRAINER__MAX_STEPS", "77")
+    monkeypatch.setenv("PL_FIT__TRAINER__LOG_EVERY_N_STEPS", "3")
+    strategy = "{class_path: lightning_3d.ThreeDStrategy, init_args: {zero_stage: 2}}"
+    monkeypatch.setenv("PL_FIT__TRAINER__STRATEGY", strategy)
+    assert run("fit", "--trainer.log_every_n_steps=4", "--print_config") == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert config["model"]["class_path"] == "lightning_3d.models.GPT"
+    assert config["trainer"]["strategy"]["init_args"]["zero_stage"] == 2
+    assert (config["trainer"]["max_steps"], config["trainer"]["log_every_n_steps"]) == (77, 4)
+    monkeypatch.setenv("PL_FIT__TRAINER__MAX_STEP", "3")
+    assert run("fit", "--print_config") == 2
+    assert "PL_FIT__TRAINER__MAX_STEP is not an option of fit. Did you mean 'PL_FIT__TRAINER__MAX_STEPS'?" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_schedule_for_the_batch_is_given_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    cli = built(
+        monkeypatch,
+        *("fit", "-c", str(QUICKSTART), "--optimizer=SGD", "--optimizer.lr=0.1"),
+        *("--lr_scheduler=BatchScaledLR", "--lr_scheduler.reference_batch_size=4", "--lr_scheduler.warmup_steps=10"),
+    )
+    configured = cli.model.configure_optimizers()
+    assert configured["lr_scheduler"]["interval"] == "step"
+    assert configured["lr_scheduler"]["scheduler"].warmup_steps == 10
 
 
 @pytest.mark.parametrize(

@@ -66,5 +66,6 @@ def test_what_is_nothing_like_a_name_gets_no_suggestion() -> None:
 
 
 def test_other_messages_stay_as_they_are() -> None:
-    assert explain("the following arguments are required: model", parser()).endswith("model")
+    assert explain("something else is wrong", parser()) == "something else is wrong"
+    assert explain("the following arguments are required: fit.model", parser()).startswith("'model' is missing.")
     assert options_of("no.such.module.Class") == []
