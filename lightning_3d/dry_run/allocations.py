@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class Allocations:
             size = storage.nbytes()
             self.pieces.append(Piece(len(self.moments) - 1, self.place))
             index = len(self.pieces) - 1
-            self._live[key] = (weakref.ref(storage, lambda _, key=key: self._gone(key)), index, size)
+            self._live[key] = (weakref.ref(storage, partial(self._gone, key)), index, size)
             self._note(index, size)
         else:
             index = found[1]
@@ -172,7 +173,7 @@ class Allocations:
         if delta:
             self._events.append((len(self.moments) - 1, piece, delta))
 
-    def _gone(self, key: int) -> None:
+    def _gone(self, key: int, _: object) -> None:
         found = self._live.pop(key, None)
         if found is not None:
             self.pieces[found[1]].died = len(self.moments) - 1

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning_3d.config import ParallelConfig, Sizes, micro_batch_count
 from lightning_3d.dry_run.forks import in_forks
 from lightning_3d.dry_run.rank import Batch, Rank
-from lightning_3d.dry_run.record import Record, between, record_of
+from lightning_3d.dry_run.record import Record, UnlikeError, between, record_of
 from lightning_3d.dry_run.report import DryRun, StageReport
 from lightning_3d.dry_run.survey import Survey, survey
 from lightning_3d.dry_run.world import standing_in
@@ -21,8 +21,7 @@ from lightning_3d.mesh import coordinates
 from lightning_3d.pipeline.micro_batches import piece_sizes
 from lightning_3d.schedules import in_flight
 from lightning_3d.strategy import ThreeDStrategy
-from lightning_3d.trainer.layout import Layout
-from lightning_3d.trainer.preflight import check_module
+from lightning_3d.trainer.preflight import bubble_warning, check_steps
 
 AT_ONCE = 2
 """Ranks that are run at the same time."""
@@ -79,7 +78,7 @@ def dry_run(job: Job, stages: Sequence[int] | None = None, rank: int | None = No
         ConfigError, PlanError, StageError: what the real run would say of this job.
     """
     config, sizes, pieces = job.config, job.sizes, _Pieces.of(job)
-    check_module(job.module, config, sizes)
+    check_steps(job.module, config, sizes.pp)
     if rank is not None and not 0 <= rank < sizes.world:
         raise ConfigError(f"rank={rank} is none of the {sizes.world} ranks of this job. Use 0 to {sizes.world - 1}.")
     if pieces.even:
@@ -87,60 +86,64 @@ def dry_run(job: Job, stages: Sequence[int] | None = None, rank: int | None = No
     config = config.replace(sanity_checks=0, compile=False)
     wanted = [coordinates(rank, sizes)[0]] if rank is not None else list(stages or range(sizes.pp))
     [found] = in_forks([lambda: survey(job.trainer, job.module, config, sizes, job.batch)], 1, limit_s)
+    if found.split is not None:
+        config = config.replace(pipeline_split=list(found.split))  # counting costs once is enough
     place = {stage: stage * sizes.dp * sizes.tp for stage in range(sizes.pp)}
     if rank is not None:
         place[wanted[0]] = rank
 
-    def run(numbers: Sequence[int]) -> list[tuple[Layout, Record, StageReport]]:
-        works: list[Callable[[], tuple[Layout, Record, StageReport]]] = [
-            partial(_run_rank, job, config, found, pieces, place[stage]) for stage in numbers
+    def run(numbers: Sequence[int]) -> list[tuple[Record, StageReport]]:
+        works: list[Callable[[], tuple[Record, StageReport]]] = [
+            partial(_run, job, config, found, pieces, place[stage]) for stage in numbers
         ]
         return in_forks(works, AT_ONCE, limit_s)
 
     plan = _choose(wanted, found.kinds)
     first = dict(zip(plan.run, run(plan.run), strict=True))
-    records = {stage: record for stage, (_, record, _) in first.items()}
+    records = {stage: record for stage, (record, _) in first.items()}
     alike = _complete(records, plan, config, sizes.pp, pieces.count)
     missing = [stage for stage in wanted if stage not in records]
     first |= dict(zip(missing, run(missing), strict=True))
-    records |= {stage: first[stage][1] for stage in missing}
-    layout, _, _ = first[next(iter(first))]
-    names = layout.blocks
+    records |= {stage: first[stage][0] for stage in missing}
+    names = found.layout.blocks
     reports = []
     for stage in wanted:
         source = first.get(stage) or first[alike[stage][0]]
         report = replace(
-            source[2], stage=stage, rank=place[stage], blocks=names[stage], record=records[stage],
+            source[1], stage=stage, rank=place[stage], blocks=names[stage], record=records[stage],
             alike=alike.get(stage, ()),
         )  # fmt: skip
         reports.append(report)
-    return DryRun(layout=layout, sizes=sizes, stages=tuple(reports), samples=job.batch.samples, micro_batch=pieces.size)
+    return DryRun(
+        layout=found.layout,
+        sizes=sizes,
+        stages=tuple(reports),
+        samples=job.batch.samples,
+        micro_batch=pieces.size,
+        warning=bubble_warning(config, sizes.pp, pieces.count) or "",
+    )
 
 
-def _run_rank(
-    job: Job, config: ParallelConfig, found: Survey, pieces: _Pieces, rank: int
-) -> tuple[Layout, Record, StageReport]:
+def _run(job: Job, config: ParallelConfig, found: Survey, pieces: _Pieces, rank: int) -> tuple[Record, StageReport]:
     """In a fork: lay out one rank and run two of its steps, the first of which makes the optimizer's state."""
     run = _enough(config, job.sizes, pieces, coordinates(rank, job.sizes)[0])
-    while True:
-        try:
-            return _run_steps(job, config, found, pieces, rank, run)
-        except ValueError:
-            raise ConfigError("micro-batches of this job differ from each other in what they send") from None
-
-
-def _run_steps(
-    job: Job, config: ParallelConfig, found: Survey, pieces: _Pieces, rank: int, run: int
-) -> tuple[Layout, Record, StageReport]:
     with standing_in(job.sizes, rank) as mesh:
         here = Rank(job.trainer, job.module, config, mesh)
         here.make_optimizers()
         here.assembly.engine.know(found.links)
-        few = pieces.size if job.sizes.pp > 1 and pieces.even else min(run * pieces.size, job.batch.samples)
-        here.step(job.batch.of(few, here.memoryless))
-        here.step(job.batch.of(min(run * pieces.size, job.batch.samples), here.memoryless))
-        record = replace(record_of(here.recorder, pieces.count, run), reads=dict(here.memoryless.reads))
-        return here.assembly.layout, record, StageReport.of(here, record)
+
+        def step(count: int) -> None:
+            here.step(job.batch.of(min(count * pieces.size, job.batch.samples), here.memoryless))
+
+        step(1 if job.sizes.pp > 1 and pieces.even else run)
+        step(run)
+        try:
+            record = record_of(here.recorder, pieces.count, run)
+        except UnlikeError:
+            step(pieces.count)
+            record = record_of(here.recorder, pieces.count, pieces.count)
+        record = replace(record, reads=dict(here.memoryless.reads))
+        return record, StageReport.of(here, record)
 
 
 def _enough(config: ParallelConfig, sizes: Sizes, pieces: _Pieces, stage: int) -> int:

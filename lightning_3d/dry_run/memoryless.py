@@ -28,6 +28,9 @@ from lightning_3d.placeholder import Placeholder
 _LEAST = 16
 """Elements from which a new tensor has no memory. Smaller ones are made: counters, seeds, flags that the host reads."""
 
+ASKS_DEVICE = torch.ops.prim.device.default
+"""How torch asks a tensor without memory where it is."""
+
 _PACKAGES = (str(Path(lightning_3d.__file__).parent), str(Path(torch.__file__).parent))
 
 
@@ -52,6 +55,8 @@ class Memoryless(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is ASKS_DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         kwargs = kwargs or {}
         leaves, _ = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

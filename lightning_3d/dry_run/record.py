@@ -15,6 +15,10 @@ PIPELINE = frozenset({"F", "B", "W", "SF", "RF", "SB", "RB"})
 _FIXED = -1
 
 
+class UnlikeError(Exception):
+    """Micro-batches that should be alike are not."""
+
+
 @dataclass(frozen=True)
 class Work:
     """Arithmetic and messages."""
@@ -59,7 +63,7 @@ def record_of(recorder: Recorder, micro_batches: int, run: int) -> Record:
     memory than the others, and do and send what the middle ones do.
 
     Raises:
-        ValueError: if the middle micro-batches differ from each other, so that all have to be run.
+        UnlikeError: if the middle micro-batches differ from each other, so that all have to be run.
     """
     watch, first = recorder.watch, recorder.first
     allocations = watch.allocations
@@ -76,7 +80,7 @@ def record_of(recorder: Recorder, micro_batches: int, run: int) -> Record:
     if run < micro_batches:
         middle = [Work(flops[key], dict(traffic[key])) for key in (1, 2)]
         if middle[0] != middle[1]:
-            raise ValueError("micro-batches differ")
+            raise UnlikeError
         work = work.plus(middle[0], micro_batches - run)
     timeline = [(str(moment), held) for moment, held in allocations.timeline()[first:]]
     return Record(

@@ -119,6 +119,8 @@ class DryRun:
     """Of a replica's batch."""
     micro_batch: int
     """Samples of a micro-batch."""
+    warning: str = ""
+    """What the run would warn of."""
 
     @property
     def fullest(self) -> StageReport:
@@ -132,6 +134,7 @@ class DryRun:
             "sizes": asdict(self.sizes),
             "samples_per_replica": self.samples,
             "micro_batch_size": self.micro_batch,
+            "warning": self.warning,
             "fullest_stage": self.fullest.stage,
             "stages": [stage.as_json() for stage in self.stages],
         }

@@ -16,7 +16,8 @@ from lightning_3d.dry_run.world import standing_in
 from lightning_3d.initialization import materialise
 from lightning_3d.pipeline.blocks import ChunkMap, find_block_lists
 from lightning_3d.pipeline.links import Link
-from lightning_3d.trainer.assembly import chunk_map
+from lightning_3d.trainer.assembly import chunk_map, describe
+from lightning_3d.trainer.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class Survey:
     """What passes into every chunk."""
     kinds: tuple[Any, ...]
     """Of every pipeline stage: stages of one kind hold layers of the same classes and sizes, and pass on the same."""
+    layout: Layout
+    split: tuple[int, ...] | None = None
+    """Blocks of every chunk."""
 
 
 def survey(
@@ -38,11 +42,12 @@ def survey(
     one process in all their places.
     """
     num_chunks = sizes.pp * config.virtual_stages
-    if num_chunks == 1:
-        return Survey({}, (0,))
     materialise(module, torch.device("cpu"), parameters=False)
     lists = find_block_lists(module, config.pipeline_blocks, num_chunks)
     chunks = chunk_map(module, lists, config, sizes.pp)
+    layout = describe(module, chunks, config, sizes)
+    if num_chunks == 1:
+        return Survey({}, (0,), layout)
     kinds = [kind_of(module, chunks, stage, sizes.pp) for stage in range(sizes.pp)]
     split = [end - start for start, end in zip(chunks.starts, chunks.starts[1:], strict=False)]
     alone = config.replace(
@@ -55,7 +60,7 @@ def survey(
         (kind, tuple(_passes(links, chunk) for chunk in range(stage, num_chunks, sizes.pp)))
         for stage, kind in enumerate(kinds)
     ]
-    return Survey(links, tuple(told))
+    return Survey(links, tuple(told), layout, tuple(split))
 
 
 def kind_of(module: nn.Module, chunks: ChunkMap, stage: int, stages: int) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from typing_extensions import override
 
 from lightning_3d.dry_run.allocations import Allocations, Moment
+from lightning_3d.dry_run.memoryless import ASKS_DEVICE
 from lightning_3d.dry_run.traffic import Traffic, message_of
 from lightning_3d.placeholder import Placeholder
 from lightning_3d.progress import Progress
@@ -55,6 +57,8 @@ class Watch(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is ASKS_DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # two of three calls
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented

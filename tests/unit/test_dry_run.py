@@ -1,0 +1,152 @@
+"""The dry run's nouns: worlds without ranks, tensors without memory, what is counted, and errors before the cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_3d.cli import main
+from lightning_3d.config import Sizes
+from lightning_3d.dry_run.allocations import Allocations, Moment
+from lightning_3d.dry_run.memoryless import Memoryless
+from lightning_3d.dry_run.traffic import Message
+from lightning_3d.dry_run.watch import Watch
+from lightning_3d.dry_run.world import group_names, standing_in
+from lightning_3d.errors import ConfigError
+
+
+def recipe(folder: Path, trainer: str = "", model: str = "", strategy: str = "") -> str:
+    """A recipe of a small GPT at pp2 dp2 tp2; further options by part."""
+    path = folder / "recipe.yaml"
+    path.write_text(f"""
+trainer:
+  devices: 8
+  max_steps: 10
+  {trainer}
+  strategy:
+    class_path: lightning_3d.ThreeDStrategy
+    init_args: {{tensor_parallel: 2, pipeline_parallel: 2, num_micro_batches: 8, {strategy}}}
+model:
+  class_path: lightning_3d.models.GPT
+  init_args: {{num_layers: 4, width: 32, num_heads: 4, sequence_length: 16, vocab_size: 64, {model}}}
+""")
+    return str(path)
+
+
+BATCH = ["--batch-shape", "17:int64", "--batch-size", "8"]
+
+
+def test_a_rank_of_eight_thousand_is_stood_in_for_at_once() -> None:
+    with standing_in(Sizes(pp=64, dp=16, tp=8), 8 * 16 * 5 + 8 * 3 + 2) as mesh:
+        assert mesh.coordinates == {"pp": 5, "dp": 3, "tp": 2}
+        assert mesh.pp.ranks[:2] == (26, 154)
+        assert mesh.device_mesh is not None and mesh.device_mesh["dp"].size() == 16
+        assert mesh.control_world.group is None
+        assert set(group_names(mesh).values()) == {"pp", "dp", "tp", "model", "world"}
+
+
+def test_large_tensors_have_no_memory_and_small_ones_have_values() -> None:
+    memoryless = Memoryless()
+    with memoryless:
+        large = torch.ones(10**6, 10**6)  # 4 TB
+        small = torch.tensor([3])
+        assert (large @ large.t()).shape == (10**6, 10**6)
+        assert int(small + 1) == 4
+        assert float(large.sum()) == 0.0
+    assert sum(memoryless.reads.values()) == 1 and "test_dry_run.py" in next(iter(memoryless.reads))
+
+
+def test_a_shape_that_depends_on_values_is_refused_with_its_line() -> None:
+    with Memoryless(), pytest.raises(ConfigError, match=r"test_dry_run.py:\d+ makes a tensor whose shape depends"):
+        torch.ones(100).nonzero()
+
+
+def test_allocations_follow_what_is_freed_and_resized() -> None:
+    allocations = Allocations()
+    with allocations.watching():
+        kept, gone = torch.zeros(100), torch.zeros(1000)
+        allocations.see(kept, "parameters")
+        allocations.begin(Moment("F", 0, 0))
+        allocations.see(gone)
+        assert allocations.now == 4400
+        gone.untyped_storage().resize_(0)
+        assert allocations.now == 400
+        allocations.begin(Moment("B", 0, 0))
+        gone.untyped_storage().resize_(40)
+        del gone
+        assert allocations.now == 400
+    peak = allocations.peak(0)
+    assert peak.total == 4400 and peak.when == "F0.0"
+    assert peak.by_kind["parameters"] == 400 and peak.by_kind["activations"] == 4000
+    assert [held for _, held in allocations.timeline()] == [400, 4400, 440]
+
+
+def test_a_ring_sends_what_the_formulas_say() -> None:
+    """2 (n-1)/n of an all-reduce, (n-1)/n of an all-gather or a reduce-scatter, all of a message."""
+    sent = {name: Message("dp", name, 800, 8).sent_bytes for name in ("all_reduce", "all_gather", "reduce_scatter")}
+    assert sent == {"all_reduce": 1400, "all_gather": 700, "reduce_scatter": 700}
+    assert Message("pp", "send", 800, 8).sent_bytes == 800
+
+
+def test_operations_and_collectives_are_counted_once() -> None:
+    with standing_in(Sizes(pp=1, dp=2, tp=4), 0) as mesh:
+        watch = Watch(group_names(mesh))
+        with Memoryless(), watch.watching():
+            x = torch.empty(64, 32, requires_grad=True)
+            y = x @ torch.empty(32, 16)
+            torch.distributed.all_reduce(y.detach(), group=mesh.tp.group)
+            y.sum().backward()
+    assert sum(watch.flops.values()) == 2 * 2 * 64 * 32 * 16
+    assert list(watch.traffic.values()) == [{Message("tp", "all_reduce", 64 * 16 * 4, 4): 1}]
+
+
+def test_a_recipe_is_run_stage_by_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe(tmp_path)
+    assert main(["dry-run", "--config", path, "--cluster", "a100-80g:1x8", "--json", *BATCH]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    first, last = found["stages"]
+    assert (first["stage"], last["stage"], last["rank"]) == (0, 1, 4)
+    assert first["micro_batches"] == 8 and first["micro_batches_run"] == 4
+    assert first["peak_bytes"] == sum(first["memory"].values())
+    hidden = 16 * 32 * 4  # bytes of a micro-batch of one sample between the stages
+    sends = [item for item in first["messages"] if item["operation"] == "send"]
+    assert [(item["count"], item["bytes"]) for item in sends] == [(8, 8 * hidden)]
+    # A block sums its output twice forward and its input twice backward over the tp ranks.
+    sums = next(item for item in first["messages"] if item["axis"] == "tp" and item["operation"] == "all_reduce")
+    blocks = 2
+    assert sums["bytes"] == 8 * hidden * (4 * blocks + 1)  # and the embedding its output
+    assert found["comparison"]["fits"] is True and len(found["comparison"]["estimated"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"strategy": "zero_stage: 1, virtual_stages: 2"}, "virtual_stages=2 needs a schedule"),
+        ({"model": "", "strategy": "data_parallel: 3"}, "the world has 8 ranks"),
+        ({"strategy": "pipeline_split: [1, 2]"}, "pipeline_split"),
+        ({"strategy": "tp_plan: {'*.nowhere': colwise}"}, "nowhere"),
+    ],
+)
+def test_what_the_run_would_refuse_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, str], said: str
+) -> None:
+    assert main(["dry-run", "--config", recipe(tmp_path, **options), *BATCH]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_batch_is_described_by_name() -> None:
+    from lightning_3d.cli.dry_run import _described
+
+    batch = _described("input_ids=7:int64,image=3x4x4:float32")
+    assert {name: (tuple(x.shape), x.dtype) for name, x in batch.items()} == {
+        "input_ids": ((1, 7), torch.int64),
+        "image": ((1, 3, 4, 4), torch.float32),
+    }
+    assert isinstance(_described("5:int64"), Tensor)
+    with pytest.raises(ConfigError, match="must be the shape of a sample"):
+        _described("5:strings")
