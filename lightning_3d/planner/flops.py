@@ -41,12 +41,14 @@ def hardware_flops_per_token(
     """Operations that a device does per token: those of the model and what is recomputed.
 
     Full recomputation is one more forward of all layers, not of the head: equation 3 of Narayanan et al. (2021).
-    Selective recomputation repeats the attention core, a number k every k-th layer.
+    Selective recomputation counts the attention core twice over, backward included, as equation 8 of Korthikanti et
+    al. (2022) does (``s / 6h`` more; only its forward, a third of that, is really repeated). A number k is every k-th
+    layer.
     """
     dense, moe = shape.layers - shape.moe_layers, shape.moe_layers
     core = shape.layers * attention_flops(shape, causal)
     forward = 2.0 * (dense * layer_weights(shape) + moe * layer_weights(shape, moe=True)) + core
-    again = {None: 0.0, "full": forward, "selective": core, "operators": (forward - core) / 2}
+    again = {None: 0.0, "full": forward, "selective": 3 * core, "operators": (forward - core) / 2}
     if isinstance(activation_checkpointing, int):
         repeated = forward * len(range(0, shape.layers, activation_checkpointing)) / shape.layers
     else:

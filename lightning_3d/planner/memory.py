@@ -138,7 +138,7 @@ def chunk_parameters(shape: ModelShape, layers: int, is_first: bool, is_last: bo
     per_moe = (shape.moe_layer_parameters - experts) / t + experts / (t * e)
     total = (layers - moe) * shape.layer_parameters / t + moe * per_moe
     if is_first:
-        total += shape.embedding_parameters / t
+        total += shape.vocab * shape.hidden / t + shape.position_parameters + shape.embedding_norm * shape.norm_size
     if is_last:
         total += shape.norm_size
         if not shape.tied_embeddings:

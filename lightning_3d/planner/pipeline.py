@@ -115,17 +115,17 @@ def pipeline_time(
     if stages == 1:
         return PipelineTime(busy[0], busy)
     if name not in SCHEDULES:
-        parts = 1 if name == "zb_h1" else 2
-        each = [w - parts * b for w, b in zip(work, weight, strict=True)]
-        fill = max(0.0, sum(each) - max(each)) + 2 * (stages - 1) * send
+        # (p - 1)(F + B - 2W), where B leaves the weights' part of the backward out.
+        each = [max(0.0, w - 3 * b) for w, b in zip(work, weight, strict=True)]
+        fill = sum(each) - max(each) + 2 * (stages - 1) * send
         return PipelineTime(max(busy) + fill, busy)
     few = min(micro_batches, _ROUNDS * stages + micro_batches % stages)
     total = _run(name, stages, virtual_stages, few, forward, backward, weight, send)
     if few < micro_batches:
         # With unequal chunks rounds take turns in being longer and shorter: two of them, and never less than the work.
         shorter = _run(name, stages, virtual_stages, few - 2 * stages, forward, backward, weight, send)
-        each = max((total - shorter) / (2 * stages), max(busy) / micro_batches)
-        total += (micro_batches - few) * each
+        rate = max((total - shorter) / (2 * stages), max(busy) / micro_batches)
+        total += (micro_batches - few) * rate
     return PipelineTime(total, busy)
 
 

@@ -27,6 +27,7 @@ LAYERS = """
     strategy
     trainer
     precision
+    planner.reading
     checkpoint  planner  monitor
     pipeline
     sharding
@@ -42,7 +43,7 @@ LAYERS = """
     errors
 """
 LEVEL = {name: level for level, line in enumerate(reversed(LAYERS.split("\n"))) for name in line.split()}
-NO_TORCH = ("schedules", "partition", "errors")  # plain data and pure functions
+NO_TORCH = ("schedules", "partition", "errors", "planner")  # plain data and pure functions
 USER_CODE = ("models",)  # written as any user would: nothing of ours in it
 
 FILES = sorted(PACKAGE.rglob("*.py"))
