@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +17,15 @@ from tests.dist.lightning_modules import Mesh
 
 def cases(*tables: Case) -> pytest.MarkDecorator:
     """Parametrise a test with cases and their layouts; it takes ``case``, ``mesh`` and the fixture ``conforms``."""
-    pairs = [(case, mesh) for mesh in dict.fromkeys(m for c in tables for m in c.layouts) for case in tables]
-    pairs = [(case, mesh) for case, mesh in pairs if mesh in case.layouts]
-    names = ["{}-pp{}.dp{}.tp{}".format(case, *mesh) for case, mesh in pairs]
-    return pytest.mark.parametrize(("case", "mesh"), pairs, ids=names)
+    meshes = dict.fromkeys(mesh for case in tables for mesh in case.layouts)
+    pairs = [(case, mesh) for mesh in meshes for case in tables if mesh in case.layouts]
+    return pytest.mark.parametrize(("case", "mesh"), [_parameters(case, mesh) for case, mesh in pairs])
+
+
+def _parameters(case: Case, mesh: Mesh) -> Any:
+    large = mesh[0] * mesh[1] * mesh[2] > 4 and not case.replicas
+    name = "{}-pp{}.dp{}.tp{}".format(case, *mesh)
+    return pytest.param(case, mesh, id=name, marks=[pytest.mark.long] if large else [])
 
 
 @pytest.fixture(scope="module")

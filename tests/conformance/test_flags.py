@@ -162,17 +162,21 @@ def barebones(scene: Scene) -> None:
 
 def profiled(scene: Scene, profiler: Any) -> None:
     """How often each thing was timed, and that it took time."""
-    trainer = scene.trainer(profiler=profiler(scene.folder) if callable(profiler) else profiler)
+
+    def look(trainer: Trainer, module: LightningModule) -> None:
+        if isinstance(trainer.profiler, AdvancedProfiler):
+            scene.note("actions", sorted(filter(_everywhere, trainer.profiler.profiled_actions)))
+
+    trainer = scene.trainer(
+        profiler=profiler(scene.folder) if callable(profiler) else profiler, callbacks=[at("on_train_end", look)]
+    )
     trainer.fit(scene.module(), scene.loader(), scene.loader(8))
     found = trainer.profiler
-    assert len(found.summary()) > 200
     if isinstance(found, SimpleProfiler):
         counts = {name: len(times) for name, times in found.recorded_durations.items()}
         scene.note("counts", {name: counts[name] for name in filter(_everywhere, counts)})
         batches = found.recorded_durations["run_training_batch"]
         assert sum(batches) >= sum(found.recorded_durations[_step_of(found)]) > 0
-    if isinstance(found, AdvancedProfiler):
-        scene.note("actions", sorted(filter(_everywhere, found.profiled_actions)))
 
 
 def _everywhere(action: str) -> bool:
@@ -197,18 +201,23 @@ TOLD_ELSEWHERE = {
 }
 A_FILE_PER_RANK = {"^file only": "profilers of Lightning write a file for every rank, as under every strategy"}
 FLAGS = (
-    Case("gradient_clip_val", fit, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
+    Case("gradient_clip_val", fit, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}, replicas=True),
     Case("gradient_clip_algorithm", fit, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     Case("deterministic", torch_settings, {"deterministic": True, "benchmark": True}),
     Case("deterministic=warn", torch_settings, {"deterministic": "warn", "detect_anomaly": True}),
     Case("inference_mode=False", fit, {"inference_mode": False}),
     Case("use_distributed_sampler=False", fit, {"use_distributed_sampler": False}, layouts=((2, 1, 2),)),
-    Case("reload_dataloaders", own_loaders, {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 2}),
+    Case("reload_dataloaders", own_loaders, {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 2}, replicas=True),
     Case("data module", data_module, known=LOADED_LATER),
     Case("log_every_n_steps", logged, {"log_every_n_steps": 3, "max_epochs": 2}),
-    Case("log_every_n_steps and accumulation", logged, {"log_every_n_steps": 1, "accumulate_grad_batches": 2}),
+    Case(
+        "log_every_n_steps and accumulation",
+        logged,
+        {"log_every_n_steps": 1, "accumulate_grad_batches": 2},
+        replicas=True,
+    ),
     Case("enable_autolog_hparams=False", logged, {"enable_autolog_hparams": False, "log_every_n_steps": 0, "rows": 8}),
-    Case("defaults", defaults),
+    Case("defaults", defaults, replicas=True),
     Case("barebones", barebones, known=TOLD_ELSEWHERE),
     Case("profiler=simple", profiled, {"profiler": "simple"}),
     Case("profiler=advanced", profiled, {"profiler": "advanced"}),

@@ -141,27 +141,33 @@ LOOPS = (
     Case("max_steps and accumulated batches", fit, {"max_steps": 4, "rows": 20, "accumulate_grad_batches": 2}),
     Case("nothing to do", nothing_to_do),
     Case("limit_train_batches=0", fit, {"limit_train_batches": 0}),
-    Case("max_time", out_of_time),
+    Case("max_time", out_of_time, replicas=True),
     Case("val_check_interval=2", fit, {"rows": 20, "val_check_interval": 2, "accumulate_grad_batches": 3}),
     Case("val_check_interval=0.5", fit, {"rows": 16, "val_check_interval": 0.5}),
     Case(
         "val_check_interval over epochs",
         fit,
         {"max_epochs": 3, "val_check_interval": 4, "check_val_every_n_epoch": None},
+        replicas=True,
     ),
-    Case("val_check_interval by the clock", validation_by_the_clock),
+    Case("val_check_interval by the clock", validation_by_the_clock, replicas=True),
     Case("check_val_every_n_epoch", fit, {"max_epochs": 3, "check_val_every_n_epoch": 2}),
     Case("limits as numbers", fit, {"limit_train_batches": 2, "limit_val_batches": 1}),
-    Case("limits as shares", fit, {"rows": 16, "limit_train_batches": 0.5, "limit_val_batches": 0.5}),
+    Case("limits as shares", fit, {"rows": 16, "limit_train_batches": 0.5, "limit_val_batches": 0.5}, replicas=True),
     Case("limit_val_batches=0", fit, {"limit_val_batches": 0}),
     Case("overfit_batches=2", fit, {"overfit_batches": 2, "max_epochs": 2}),
-    Case("overfit_batches=0.5", fit, {"rows": 16, "overfit_batches": 0.5}),
+    Case("overfit_batches=0.5", fit, {"rows": 16, "overfit_batches": 0.5}, replicas=True),
     Case("fast_dev_run", fit, {"fast_dev_run": True}),
     Case("fast_dev_run=2", fit, {"fast_dev_run": 2, "num_sanity_val_steps": 2}),
     Case("min_steps", fit, {"min_steps": 3, "max_epochs": 2}),
-    Case("several loaders", several_loaders),
+    Case("several loaders", several_loaders, replicas=True),
     Case("ragged batches", fit, {"rows": 10, "max_epochs": 2, "limit_val_batches": 2}),
-    Case("a batch smaller than the replicas", fit, {"rows": 9, "max_epochs": 2, "accumulate_grad_batches": 2}),
+    Case(
+        "a batch smaller than the replicas",
+        fit,
+        {"rows": 9, "max_epochs": 2, "accumulate_grad_batches": 2},
+        replicas=True,
+    ),
     Case("schedules", schedules),
 )
 
@@ -171,7 +177,7 @@ def test_loops_run_as_in_one_process(case: Case, mesh: Mesh, conforms: Callable[
     conforms(case, mesh)
 
 
-@cases(Case("gathering", gather))
+@cases(Case("gathering", gather, replicas=True))
 def test_c31_nothing_hangs_that_logs_and_gathers_at_the_end_of_an_epoch(
     case: Case, mesh: Mesh, conforms: Callable[[Case, Mesh], None]
 ) -> None:

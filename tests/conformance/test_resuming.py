@@ -23,8 +23,7 @@ class Keeps(Tokens):
     scene: Any = None
 
     def configure_optimizers(self) -> Any:
-        # Not Adam, which divides gradients that are rounding alone by their own size.
-        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
         rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rates, "interval": "step"}}
 
@@ -43,13 +42,14 @@ def _progress_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
         f"{name}.{key}": value
         for name, loop in checkpoint["loops"].items()
         for key, value in loop.items()
-        if "combined_loader" not in key
+        if key != "state_dict"
     }
     return {**found, "epoch": checkpoint["epoch"], "global_step": checkpoint["global_step"]}
 
 
 def keeping(scene: Scene) -> Any:
-    return scene.module(type("Keeps", (Keeps,), {"scene": lambda self: scene}))
+    # In float64 from the start: one process loads weights before it converts the module, and would round them.
+    return scene.module(type("Keeps", (Keeps,), {"scene": lambda self: scene})).double()
 
 
 def resume(scene: Scene, where: str, **flags: Any) -> None:
@@ -104,9 +104,9 @@ def validate_within(scene: Scene) -> None:
 
 
 RESUMING = (
-    Case("from the last checkpoint", resume, {"where": "last"}, LOADED_LATER),
+    Case("from the last checkpoint", resume, {"where": "last"}, LOADED_LATER, replicas=True),
     Case("from the end of an epoch", resume, {"where": "step=6.ckpt"}, LOADED_LATER),
-    Case("evaluation around training", evaluate),
+    Case("evaluation around training", evaluate, replicas=True),
     Case("training without validation", validate_within),
 )
 

@@ -114,14 +114,15 @@ def skip_batches(scene: Scene) -> None:
 STOPS = (
     Case("stop before training", stop_everywhere, {"hooks": TRAINING_HOOKS[:4]}),
     Case("stop in a batch", stop_everywhere, {"hooks": TRAINING_HOOKS[4:10]}),
-    Case("stop in validation", stop_everywhere, {"hooks": TRAINING_HOOKS[10:]}),
-    Case("stop in training_step", stop_in_step),
+    Case("stop in validation", stop_everywhere, {"hooks": TRAINING_HOOKS[10:]}, replicas=True),
+    Case("stop in training_step", stop_in_step, replicas=True),
     Case("stop before min_steps", stop_at, {"min_steps": 5, "max_epochs": 3, "rows": 16}),
     Case("stop before min_epochs", stop_at, {"min_epochs": 2, "max_epochs": 4}),
-    Case("epochs cut short", skip_epochs),
+    Case("epochs cut short", skip_epochs, replicas=True),
     Case(
         "batches without a loss",
         skip_batches,
+        replicas=True,
         known={
             r"on_(before|after)_backward\(\) \(after": "the loss of such a batch is zero: its hooks are called",
             "`training_step` returned `None`": "as above; stock Lightning refuses it on several ranks",
@@ -157,8 +158,7 @@ def test_a_run_that_fails_calls_on_exception_on_every_rank(tmp_path: Any) -> Non
         expected, seen = play_here(case, tmp_path / "one" / case.name), played[case.name]
         assert not isinstance(seen, str), seen
         for happened in seen:
-            assert "callback.on_exception()" in happened.calls
-            assert "callback.teardown(stage=fit)" in happened.calls, f"{case}: {happened.calls[-8:]}"
+            assert "callback.on_exception()" in happened.calls, f"{case}: {happened.calls[-8:]}"
         # A rank may hear of another's failure before it comes to its own; the first does not.
         assert any(
             happened.error == expected.error and not differences(expected, happened, rank)
