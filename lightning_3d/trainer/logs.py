@@ -180,8 +180,10 @@ class LogRelay:
 
         On every rank: one that decides by its own loss would leave the loop alone.
         """
-        if not self._pass_through:
-            self.module.trainer.should_stop = self._stopping or _STOP in logged.told
+        if _STOP in logged.told:
+            self.module.trainer.should_stop = True
+        elif self._facts.filler:
+            self.module.trainer.should_stop = self._stopping
         if not logged.keys:
             return
         trainer = self.module.trainer
