@@ -7,18 +7,21 @@ cell is filled as a person would who knows only the others. docs/planner.md list
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.planner import Cluster, Layout, ModelShape, gpu
+from lightning_3d.planner import Cluster, Layout, ModelShape, gpu, preset
 from lightning_3d.planner.flops import hardware_flops_per_token, model_flops_per_token
 from lightning_3d.planner.memory import layer_activations
 
 CSV = Path(__file__).parent / "published_runs.csv"
 _ONE_NVLINK = 25.0
 """GB/s of one link of an A100, in one direction."""
+_PRESETS = re.compile(r"mixtral[ -]8x(7|22)b|llama[ -]?[23](\.1)?[ -](7|8|13|70|405)b\b|gpt-?3[ -]175b")
+"""Models whose shape is known from their name, where the columns do not give it."""
 _VOCAB = 51200
 """GPT-2's vocabulary, padded as Megatron pads it: where none is given."""
 
@@ -84,6 +87,9 @@ def as_shape(row: Mapping[str, str]) -> ModelShape:
     """The model. Whether the MLP is gated and the embedding tied follows from the count of parameters."""
     hidden, layers, seq_len = (_whole(row, name) for name in ("hidden", "layers", "seq_len"))
     billions, vocab = _number(row, "params_b"), _whole(row, "vocab") or _VOCAB
+    known = _PRESETS.search((row.get("model_name") or "").lower())
+    if known and not (hidden and layers and not known[0].startswith("mixtral")):
+        return preset(known[0].replace(" ", "-"), **({"seq_len": seq_len} if seq_len else {}))
     if layers is None and hidden and billions:
         layers = round((billions * 1e9 - vocab * hidden) / (12 * hidden**2))
     if not (hidden and layers and seq_len):
@@ -120,10 +126,13 @@ def as_cluster(row: Mapping[str, str]) -> Cluster:
     nvlink, network = _number(row, "intra_node_GBps"), _number(row, "inter_node_Gbps")
     if nvlink is None and network is not None and gpu(row["gpu"]).generation == "ampere" and network < 100:
         nvlink = 4 * _ONE_NVLINK
+    per_node = min(count, _whole(row, "gpus_per_node") or gpu(row["gpu"]).gpus_per_node)
+    while count % per_node:  # nodes that were used in part
+        per_node -= 1
     return Cluster.of_gpus(
         row["gpu"],
         count,
-        _whole(row, "gpus_per_node"),
+        per_node,
         intra_node_GBps=nvlink,
         inter_node_Gbps=network,
     )
@@ -132,6 +141,8 @@ def as_cluster(row: Mapping[str, str]) -> Cluster:
 def as_layout(row: Mapping[str, str], shape: ModelShape, cluster: Cluster) -> Layout:
     """Axes, schedule and settings."""
     tp, pp = _whole(row, "tp"), _whole(row, "pp")
+    if _whole(row, "dp") == cluster.world_size:
+        tp, pp = tp or 1, pp or 1
     if not tp or not pp:
         raise ValueError("no tensor or pipeline parallel size")
     cp, ep = _whole(row, "cp") or 1, _whole(row, "ep") or 1
