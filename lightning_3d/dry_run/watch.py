@@ -75,9 +75,10 @@ class Watch(TorchDispatchMode):
             return result
         if (count := _flops(func, args, kwargs, result)) > 0:
             self.flops[self._now] += count
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.allocations.see(leaf)
+        if not func.is_view:  # of a tensor that is known, or of a buffer inside of gloo, which is not the run's
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self.allocations.see(leaf)
         return result
 
 

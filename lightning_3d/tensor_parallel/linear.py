@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
@@ -19,11 +20,13 @@ from lightning_3d.collectives import all_reduce
 from lightning_3d.mesh import Axis
 from lightning_3d.tensor_parallel.parameters import hand_over
 
+_KINDS = (Tensor, FakeTensor)  # the latter in a dry run
+
 
 def is_fusible(x: Tensor, weight: Any, bias: Any = None) -> bool:
     """Whether the functions here compute what autograd would: real values, cut parameters, gradients wanted."""
     cut = isinstance(weight, DTensor) and (bias is None or isinstance(bias, DTensor))
-    return cut and type(x) is Tensor and not x.is_meta and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return cut and type(x) in _KINDS and not x.is_meta and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def column_linear(x: Tensor, weight: DTensor, bias: DTensor | None, axis: Axis | None) -> Tensor:
