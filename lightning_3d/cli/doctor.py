@@ -69,6 +69,15 @@ def main(args: Sequence[str]) -> int:
     return BAD_INPUT if found.is_input_wrong else FAILURE if found.problems else SUCCESS
 
 
+def build_model(args: Sequence[str]) -> BuiltModel:
+    """Build the model that arguments of this command name, for other commands.
+
+    Raises:
+        ConfigError: as `main`.
+    """
+    return _parse(list(args)).build()
+
+
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()

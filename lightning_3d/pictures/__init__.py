@@ -6,10 +6,11 @@ drawn by Pillow, which tensorboard brings along anyway. A plotting library would
 
 from __future__ import annotations
 
+from lightning_3d.pictures.bars import Bar, draw_bars
 from lightning_3d.pictures.drawing import Drawing
 from lightning_3d.pictures.png import png
 from lightning_3d.pictures.svg import svg
 from lightning_3d.pictures.timeline import Panel, draw_timelines
 from lightning_3d.pictures.trace import chrome_trace
 
-__all__ = ["Drawing", "Panel", "chrome_trace", "draw_timelines", "png", "svg"]
+__all__ = ["Bar", "Drawing", "Panel", "chrome_trace", "draw_bars", "draw_timelines", "png", "svg"]

@@ -12,25 +12,36 @@ from lightning_3d.planner.legality import Sizes
 if TYPE_CHECKING:
     from lightning_3d.planner.search import Candidate
 
+SAME = 0.005
+"""Difference of step times that no prediction can tell."""
 _WORTH_SAYING = 0.3
 """Part of the loss that a second cause must have to be named too."""
 
 
 def compare(best: Candidate, other: Candidate) -> str:
-    """What ``other`` loses by against ``best``: ``"+12%: bubble of 27%, 16 micro-batches for 16 stages"``."""
+    """What ``other`` loses by against ``best``: ``"+12%: 27% of the step waits for other stages ..."``."""
+    lost, causes = _loss(best, other)
+    return f"{lost:+.1%}" + (f": {causes}" if causes else "")
+
+
+def _loss(best: Candidate, other: Candidate) -> tuple[float, str]:
+    """How much longer the other's step is, as a fraction, and why."""
     lost = other.estimate.step_time_s - best.estimate.step_time_s
-    causes = {name: seconds - _parts(best.estimate)[name] for name, seconds in _parts(other.estimate).items()}
-    order = sorted((name for name in causes if causes[name] > 0), key=lambda name: -causes[name])
+    fraction = lost / best.estimate.step_time_s
+    if fraction < SAME:
+        return fraction, "no difference within the error of a prediction"
+    own, theirs = _parts(best.estimate), _parts(other.estimate)
+    causes = {name: theirs[name] - own[name] for name in own if theirs[name] > own[name]}
+    order = sorted(causes, key=lambda name: -causes[name])
     named = [
-        name for name in order[:2] if name == order[0] or causes[name] > _WORTH_SAYING * max(lost, causes[order[0]])
+        name for name in order[:2] if causes[name] > _WORTH_SAYING * max(lost, causes[order[0]]) or name == order[0]
     ]
-    phrases = [_phrase(name, best, other) for name in named]
-    return f"+{lost / best.estimate.step_time_s:.1%}" + (f": {'; '.join(phrases)}" if phrases else "")
+    return fraction, "; ".join(_phrase(name, best, other) for name in named)
 
 
 def _parts(estimate: Estimate) -> dict[str, float]:
     parts = {name: estimate.time_share[name] * estimate.step_time_s for name in ("compute", "tp", "pp", "dp")}
-    return {**parts, "other": estimate.step_time_s - sum(parts.values())}
+    return {**parts, "optimizer": estimate.optimizer_s}
 
 
 def _phrase(name: str, best: Candidate, other: Candidate) -> str:
@@ -52,7 +63,7 @@ def _phrase(name: str, best: Candidate, other: Candidate) -> str:
             return f"ZeRO-3 gathers the parameters for forward and backward, {share}"
         held = sum(getattr(estimate.memory[0], kind) for kind in ("parameters", "gradients")) / 1e9
         return f"{share} waits for replicas, dp{layout.data_parallel} on {held:.0f} GB of weights and gradients"
-    return "more states per rank to update"
+    return "each rank updates more of the optimizer's states"
 
 
 def _compute_phrase(best: Candidate, other: Candidate) -> str:
@@ -113,12 +124,13 @@ def reason(
     layout, found = best.layout, best.estimate
     recompute = "without recomputation" if layout.activation_checkpointing is None else f"recomputing {_blocks(layout)}"
     text = (
-        f"It fits {recompute} ({found.memory_gb:.0f} of {usable_gb:.0f} GB usable) and spends"
+        f"It fits {recompute} ({found.device_memory_gb:.0f} of {usable_gb:.0f} GB usable) and spends"
         f" {found.time_share['compute']:.0%} of the step in kernels."
     )
     if others:
         second = others[0]
-        text += f" The next sizes, {_sizes(second.layout)}, take {compare(best, second)}."
+        lost, causes = _loss(best, second)
+        text += f" The next sizes, {_sizes(second.layout)}, are {lost:.1%} slower: {causes}."
     own = layout.tensor_parallel * layout.pipeline_parallel
     smaller = [
         (sizes, needed) for sizes, (needed, _) in least.items() if sizes.tp * sizes.pp < own and needed > usable_gb

@@ -92,7 +92,7 @@ def _sharding_in_every_micro_batch(shape: ModelShape, layout: Layout) -> str | N
 
 
 def _tight_memory(estimate: Estimate, usable_gb: float) -> str | None:
-    spare = usable_gb - estimate.memory_gb
+    spare = usable_gb - estimate.device_memory_gb
     if spare < 0 or spare > _SPARE * usable_gb:
         return None
     return (

@@ -11,14 +11,14 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.planner import checks, rules
 from lightning_3d.planner.cluster import Cluster
 from lightning_3d.planner.estimate import Estimate, estimate
-from lightning_3d.planner.explain import compare, reason, setting
+from lightning_3d.planner.explain import SAME, compare, reason, setting
 from lightning_3d.planner.layout import Layout
 from lightning_3d.planner.legality import SEARCHED, Sizes, all_sizes, layouts, micro_batch_sizes, pipelines
 from lightning_3d.planner.memory import GB, stage_memory
 from lightning_3d.planner.shape import ModelShape
 
-RESERVE = 0.06
-"""Part of a GPU's memory that is kept free: context of the driver, buffers of NCCL, fragments of the allocator."""
+RESERVE = 0.03
+"""Part of a GPU's memory that is kept free, beside what CUDA, NCCL and the allocator's fragments take."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def plan(
         cluster: The GPUs.
         global_batch: Samples of an optimizer step.
         fixed: Fields of :class:`Layout` that are given: a value, or several to choose from for those that are searched.
-        reserve_gb: Memory of a GPU that stays free, in 1e9 bytes; by default 6 %.
+        reserve_gb: Memory of a GPU that stays free, in 1e9 bytes; by default 3 %.
         all_schedules: Also schedules that can be simulated but not trained with.
         tp_across_nodes: Also tensor parallelism wider than a node.
 
@@ -112,7 +112,7 @@ def plan(
     refusals += [Refusal(str(one), search.fault(one)) for one in sizes if not search.fitting.get(one)]
     if not any(search.fitting.values()):
         raise ConfigError(_nothing(shape, cluster, global_batch, usable, refusals, search))
-    groups = sorted((sorted(group, key=_rank) for group in search.fitting.values() if group), key=lambda g: _rank(g[0]))
+    groups = sorted((_ranked(group) for group in search.fitting.values() if group), key=lambda group: _rank(group[0]))
     best = groups[0][0]
     ranking = [best, *(replace(g[0], why=compare(best, g[0])) for g in groups[1:])]
     variants = [
@@ -166,7 +166,7 @@ class _Search:
 
     def _fits(self, sizes: Sizes, layout: Layout) -> bool:
         self.num_layouts += 1
-        needed = max(stage.total for stage in stage_memory(self.shape, layout)) / GB
+        needed = max(stage.on_device for stage in stage_memory(self.shape, layout)) / GB
         if sizes not in self.least or needed < self.least[sizes][0]:
             self.least[sizes] = (needed, layout)
         return needed <= self.usable
@@ -179,8 +179,17 @@ class _Search:
         return f"needs {needed:.0f} GB at least, of {self.usable:.0f} GB usable ({setting(None, layout)})"
 
 
+def _ranked(group: list[Candidate]) -> list[Candidate]:
+    """Fastest first; before them the simplest of those that are as fast: of fewest chunks, then of least memory."""
+    order = sorted(group, key=_rank)
+    fastest = order[0].estimate.step_time_s
+    same = [candidate for candidate in order if candidate.estimate.step_time_s <= (1 + SAME) * fastest]
+    first = min(same, key=lambda one: (one.layout.virtual_stages, one.estimate.device_memory_gb))
+    return [first, *(candidate for candidate in order if candidate is not first)]
+
+
 def _rank(candidate: Candidate) -> tuple[float, float]:
-    return candidate.estimate.step_time_s, candidate.estimate.memory_gb
+    return candidate.estimate.step_time_s, candidate.estimate.device_memory_gb
 
 
 def _check(fixed: Mapping[str, Any], cluster: Cluster) -> None:

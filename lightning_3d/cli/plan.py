@@ -1,0 +1,268 @@
+"""``lightning-3d plan``: which layout to take for a model on a cluster, why, and what it costs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightning_3d.cli.plan_page import page
+from lightning_3d.cli.plan_recipe import recipe
+from lightning_3d.cli.plan_table import render
+from lightning_3d.errors import ConfigError
+from lightning_3d.planner import PRESETS, Candidate, Cluster, ModelShape, Plan, plan, preset
+from lightning_3d.planner.layout import PRECISIONS
+
+_DESCRIPTION = """
+Choose tensor, pipeline and data parallel sizes, chunks, micro-batches, ZeRO stage and recomputation for a model on a
+cluster: every legal layout is compared with the memory of the GPU, what fits is timed by running its schedule on paper,
+and each loser is told why. Needs no GPU. Without further options only what training can run is recommended.
+"""
+_EPILOG = """examples:
+  lightning-3d plan --model llama3-70b --cluster h100-80g:64x8 --global-batch 1024
+  lightning-3d plan --model path/to/config.json --seq-len 8192 --cluster a100-80g:512 --global-batch 512 --html p.html
+  lightning-3d plan --config recipes/mine.yaml --cluster h100-80g:8x8 --write recipes/mine-64.yaml
+  lightning-3d plan --model gpt3-175b --cluster a100-80g:128x8 --global-batch 1536 --tp 8 --pp 8,16 --json
+
+models by name: """ + ", ".join(PRESETS)
+_OPTIONS = {
+    "--tp": ("tensor_parallel", "tensor parallel sizes to choose from"),
+    "--pp": ("pipeline_parallel", "pipeline stages to choose from"),
+    "--dp": ("data_parallel", "replicas to choose from"),
+    "--virtual-stages": ("virtual_stages", "chunks per stage to choose from"),
+    "--micro-batch": ("micro_batch_size", "samples of a micro-batch to choose from"),
+    "--zero": ("zero_stage", "ZeRO stages to choose from"),
+}
+
+_MISREAD = 0.03
+"""Part of the parameters that the shape may miss without a word."""
+
+
+def main(args: list[str]) -> int:
+    """Run the command with the arguments after its name and return the exit code.
+
+    Raises:
+        ConfigError: For a model or GPU that is not known, sizes that cannot work, or a model that fits nowhere.
+    """
+    given, rest = _parser().parse_known_args(args)
+    unknown = [arg for arg in rest if arg.startswith("-") and not arg.startswith(("--model.", "--hf-config"))]
+    if unknown or (rest and given.model is None):
+        raise ConfigError(f"{(unknown or rest)[0]} is no option of plan. See lightning-3d plan --help.")
+    job = _Job(given, rest)
+    found = plan(
+        job.shape, job.cluster, job.global_batch, fixed=job.fixed, reserve_gb=given.reserve_gb,
+        all_schedules=given.all_schedules, tp_across_nodes=given.tp_across_nodes,
+    )  # fmt: skip
+    if given.write is not None:
+        _write(given.write, recipe(found, job.title, job.model_entry, job.data_entry, given.write.name))
+    if given.html is not None:
+        _write(given.html, page(found, job.title, given.top))
+    if given.json:
+        print(json.dumps(_as_json(found, job.title), indent=2))
+    else:
+        render(found, job.title, given.top)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lightning-3d plan",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", metavar="MODEL", help="a name below, a Hugging Face config.json or its folder, or"
+        " package.module.Class (with --model.ARGUMENT=VALUE for what it takes)")  # fmt: skip
+    add("--config", metavar="RECIPE", help="a recipe whose model, batch, sequence length and precision are used")
+    add("--cluster", metavar="GPU:NODESxGPUS", required=True, help="such as a100-80g:128x8, or a YAML file")
+    add("--global-batch", type=int, metavar="N", help="samples of an optimizer step")
+    add("--seq-len", type=int, metavar="N", help="tokens of a sample (default: the model's)")
+    add("--precision", choices=PRECISIONS, help="(default bf16-mixed)")
+    for name, (_, text) in _OPTIONS.items():
+        add(name, type=_sizes, metavar="N[,N...]", help=f"{text} (default: all that are legal)")
+    add("--recompute", metavar="HOW[,HOW...]", help="none, full, or every k-th block, to choose from")
+    add("--schedule", metavar="NAME[,NAME...]", help="schedules to choose from")
+    add("--all-schedules", action="store_true", help="also those that can be simulated but not trained with yet")
+    add("--tp-across-nodes", action="store_true", help="also tensor parallelism wider than a node")
+    add("--reserve-gb", type=float, metavar="GB", help="memory of a GPU that stays free (default 3 %%)")
+    add("--top", type=int, default=8, metavar="N", help="rows of the ranking (8)")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--write", type=Path, metavar="FILE", help="write a recipe for `lightning-3d fit --config FILE`")
+    add("--html", type=Path, metavar="FILE", help="write a report with pictures")
+    return parser
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number or list of numbers such as 4,8") from None
+    if any(size < 0 for size in found):
+        raise argparse.ArgumentTypeError(f"{text!r} must not be negative")
+    return found
+
+
+class _Job:
+    """What the plan is for, gathered from options and recipe."""
+
+    def __init__(self, given: argparse.Namespace, rest: Sequence[str]) -> None:
+        if (given.model is None) == (given.config is None):
+            raise ConfigError("plan needs one of --model and --config.")
+        self.cluster = Cluster.parse(given.cluster)
+        self.model_entry: Mapping[str, Any] | None = None
+        self.data_entry: Mapping[str, Any] | None = None
+        content = _recipe(given.config)
+        strategy = _section(_section(content, "trainer"), "strategy").get("init_args") or {}
+        data = content.get("data")
+        self.data_entry = data if isinstance(data, Mapping) else None
+        self.seq_len = given.seq_len or ((self.data_entry or {}).get("init_args") or {}).get("sequence_length")
+        self.title, self.shape = self._model(given, rest, content)
+        batch = given.global_batch or strategy.get("global_batch_size")
+        if batch is None:
+            raise ConfigError("plan needs --global-batch: samples of an optimizer step over all replicas.")
+        self.global_batch = int(batch)
+        self.fixed = {field: getattr(given, name[2:].replace("-", "_")) for name, (field, _) in _OPTIONS.items()}
+        self.fixed["schedule"] = given.schedule.split(",") if given.schedule else None
+        self.fixed["activation_checkpointing"] = _recomputations(given.recompute)
+        self.fixed["precision"] = given.precision or _section(content, "trainer").get("precision")
+        self.fixed = {name: value for name, value in self.fixed.items() if value is not None}
+
+    def _model(
+        self, given: argparse.Namespace, rest: Sequence[str], content: Mapping[str, Any]
+    ) -> tuple[str, ModelShape]:
+        if given.config is not None:
+            model = content.get("model")
+            self.model_entry = {"class_path": model} if isinstance(model, str) else model
+            return Path(given.config).name, self._read_off(["--config", given.config, *rest])
+        path = Path(given.model)
+        if path.suffix == ".json" or (path / "config.json").is_file():
+            self.model_entry = {
+                "class_path": "lightning_3d.models.CausalLM",
+                "init_args": {"config": str(path.parent if path.name == "config.json" else path)},
+            }
+            return str(path), _shape_of_file(path if path.is_file() else path / "config.json", self.seq_len)
+        try:
+            changes = {} if self.seq_len is None else {"seq_len": self.seq_len}
+            return given.model, preset(given.model, **changes)
+        except ConfigError:
+            if "." not in given.model and ":" not in given.model:
+                raise
+        arguments = dict(arg.removeprefix("--model.").split("=", 1) for arg in rest if "=" in arg)
+        self.model_entry = {"class_path": given.model, **({"init_args": arguments} if arguments else {})}
+        return given.model, self._read_off(["--model", given.model, *rest])
+
+    def _read_off(self, args: Sequence[str]) -> ModelShape:
+        """Build the user's module without memory and look at it."""
+        import torch
+
+        from lightning_3d.cli.doctor import build_model
+        from lightning_3d.planner.reading import shape_of_module
+
+        with contextlib.redirect_stdout(sys.stderr), torch.device("meta"):  # stdout is for the answer
+            module = build_model(args).module
+        shape = shape_of_module(module, self.seq_len)
+        held = sum(parameter.numel() for parameter in module.parameters())
+        if abs(shape.parameters - held) > _MISREAD * held:
+            sys.stderr.write(
+                f"warning: read as {shape.layers} layers of width {shape.hidden} with {shape.parameters:,} parameters,"
+                f" but the model has {held:,}: it is no plain transformer, and the plan is that far off.\n"
+            )
+        return shape
+
+
+def _recipe(path: str | None) -> Mapping[str, Any]:
+    if path is None:
+        return {}
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path} is not YAML: {error}") from error
+    if not isinstance(content, dict) or "model" not in content:
+        raise ConfigError(f"--config {path} has no 'model' entry, so there is nothing to plan for.")
+    return content
+
+
+def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = content.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _shape_of_file(path: Path, seq_len: int | None) -> ModelShape:
+    from lightning_3d.planner.reading import shape_of_config
+
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--model {path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ConfigError(f"--model {path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--model {path} holds no configuration: a JSON object is expected.")
+    return shape_of_config(content, seq_len)
+
+
+def _recomputations(text: str | None) -> list[str | int | None] | None:
+    if text is None:
+        return None
+    found: list[str | int | None] = []
+    for part in text.split(","):
+        if part not in ("none", "full") and not (part.isdigit() and int(part) > 0):
+            raise ConfigError(f"--recompute {part!r} is not known. Use none, full, or a number k for every k-th block.")
+        found.append(None if part == "none" else "full" if part == "full" else int(part))
+    return found
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def _as_json(found: Plan, title: str) -> dict[str, Any]:
+    cluster = found.cluster
+    return {
+        "model": {"name": title, "parameters": found.shape.parameters, **asdict(found.shape)},
+        "cluster": {
+            "name": str(cluster), "gpu": cluster.device.name, "num_nodes": cluster.num_nodes,
+            "gpus_per_node": cluster.ranks_per_node, "gpus": cluster.world_size,
+        },
+        "global_batch_size": found.global_batch,
+        "usable_memory_gb": found.usable_gb,
+        "reason": found.reason,
+        "warnings": found.warnings,
+        "ranking": [_candidate(candidate) for candidate in found.ranking],
+        "variants": [_candidate(candidate) for candidate in found.variants],
+        "refused": [asdict(refusal) for refusal in found.refusals],
+        "layouts_tried": found.num_layouts,
+        "layouts_timed": found.num_timed,
+        "search_seconds": found.seconds,
+    }  # fmt: skip
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    found = candidate.estimate
+    numbers = {
+        name: getattr(found, name)
+        for name in (
+            "step_time_s", "tokens_per_s_per_gpu", "memory_gb", "device_memory_gb", "mfu", "hfu", "compute_s", "tp_s",
+            "pp_s", "dp_s", "exposed_dp_s",
+        )
+    }  # fmt: skip
+    return {
+        "layout": {**asdict(candidate.layout), "num_micro_batches": candidate.layout.micro_batches},
+        **numbers,
+        "bubble_fraction_of_total": found.bubble_fraction,
+        "time_share": dict(found.time_share),
+        "memory_gb_per_stage": [stage.in_gb() for stage in found.memory],
+        "why_not_first": candidate.why,
+    }

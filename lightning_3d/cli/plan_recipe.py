@@ -1,0 +1,138 @@
+"""A plan as a recipe that ``lightning-3d fit --config`` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.planner import ModelShape, Plan
+from lightning_3d.schedules import ENGINE_SCHEDULES
+
+
+def recipe(found: Plan, title: str, model: Mapping[str, Any] | None, data: Mapping[str, Any] | None, name: str) -> str:
+    """The text of a recipe for the first layout of a plan, with what is predicted and how to launch it in its head.
+
+    Args:
+        found: The plan.
+        title: What the model was called.
+        model: Entry of the user's model; without one a model of Hugging Face with this shape is described.
+        data: Entry of the user's data; without one files of tokens, whose path is to be filled in.
+        name: Of the file, for the commands.
+
+    Raises:
+        ConfigError: If the layout cannot be trained.
+    """
+    layout, cluster = found.best.layout, found.cluster
+    if layout.schedule_name not in ENGINE_SCHEDULES or layout.context_parallel * layout.expert_parallel > 1:
+        raise ConfigError(
+            f"{layout} cannot be trained yet: the engine runs {', '.join(ENGINE_SCHEDULES)}, without context or expert"
+            " parallelism. Leave out --all-schedules, or --write."
+        )
+    options: dict[str, Any] = {
+        "tensor_parallel": layout.tensor_parallel,
+        "pipeline_parallel": layout.pipeline_parallel,
+        "data_parallel": layout.data_parallel,
+        "zero_stage": layout.zero_stage,
+        "schedule": layout.schedule_name,
+        "virtual_stages": layout.virtual_stages,
+        "micro_batch_size": layout.micro_batch_size,
+        "global_batch_size": found.global_batch,
+        "sequence_parallel": layout.sequence_parallel,
+        "loss_parallel": layout.loss_parallel and layout.tensor_parallel > 1,
+        "activation_checkpointing": layout.activation_checkpointing,
+    }
+    if layout.reduce_dtype != "float32":
+        options["reduce_dtype"] = layout.reduce_dtype
+    content = {
+        "seed_everything": 42,
+        "trainer": {
+            "accelerator": "cpu" if cluster.device.generation == "cpu" else "gpu",
+            "num_nodes": cluster.num_nodes,
+            "devices": cluster.ranks_per_node,
+            "precision": layout.precision,
+            "max_steps": 100_000,
+            "gradient_clip_val": 1.0,
+            "strategy": {"class_path": "lightning_3d.ThreeDStrategy", "init_args": options},
+        },
+        "model": dict(model) if model is not None else _model(found.shape),
+        "data": dict(data) if data is not None else _data(found.shape),
+    }
+    return _head(found, title, name) + "\n" + yaml.safe_dump(content, sort_keys=False, width=110)
+
+
+def _head(found: Plan, title: str, name: str) -> str:
+    best, cluster = found.best, found.cluster
+    predicted, layout = best.estimate, best.layout
+    share = ", ".join(f"{part} {value:.0%}" for part, value in predicted.time_share.items() if value >= 0.005)
+    nodes = f"--nnodes={cluster.num_nodes} --nproc-per-node={cluster.ranks_per_node}"
+    lines = [
+        f"{title} on {cluster} ({cluster.world_size:,} GPUs), as `lightning-3d plan` has it.",
+        "",
+        f"Layout: {layout}.",
+        f"Predicted: {predicted.step_time_s:.2f} s per step of {found.global_batch * found.shape.seq_len:,} tokens;"
+        f" {predicted.tokens_per_s_per_gpu:,.0f} tokens/s per GPU;",
+        f"  {predicted.device_memory_gb:.1f} GB of {cluster.gpu_memory_gb:.0f} GB on the fullest GPU;"
+        f" MFU {predicted.mfu:.1%}; bubble {predicted.bubble_fraction:.1%} of the total;",
+        f"  time on the busiest stage: {share}.",
+        *(f"Mind: {warning}" for warning in found.warnings),
+        "",
+        "Before the first start: set data.init_args (files of tokens), learning rate and max_steps.",
+        "",
+        "torchrun, on every node, with HOST one of them:",
+        f"  torchrun {nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 --rdzv-id=train \\",
+        f"    -m lightning_3d fit --config {name}",
+        "",
+        "SLURM, as a batch script:",
+        f"  #SBATCH --nodes={cluster.num_nodes} --ntasks-per-node={cluster.ranks_per_node}"
+        f" --gpus-per-node={cluster.ranks_per_node}",
+        f"  srun lightning-3d fit --config {name}",
+    ]
+    return "\n".join(f"# {line}".rstrip() for line in lines)
+
+
+def _data(shape: ModelShape) -> dict[str, Any]:
+    arguments = {
+        "train": "data/train-*.bin",
+        "sequence_length": shape.seq_len,
+        "dtype": "uint16" if shape.vocab <= 65536 else "uint32",
+    }
+    return {"class_path": "lightning_3d.models.TokenFiles", "init_args": arguments}
+
+
+def _model(shape: ModelShape) -> dict[str, Any]:
+    """A model of Hugging Face with this shape."""
+    return {"class_path": "lightning_3d.models.CausalLM", "init_args": {"config": hugging_face_config(shape)}}
+
+
+def hugging_face_config(shape: ModelShape) -> dict[str, Any]:
+    """What a configuration of Hugging Face says for this shape: llama, mixtral, bloom, gpt2 or gpt_neox."""
+    if not shape.gated_mlp and (shape.learned_positions is None or shape.learned_positions):
+        config: dict[str, Any] = {
+            "model_type": "gpt2",
+            "n_layer": shape.layers,
+            "n_embd": shape.hidden,
+            "n_head": shape.heads,
+            "n_inner": shape.ffn_width,
+            "n_positions": shape.seq_len,
+        }
+    elif shape.embedding_norm:
+        config = {"model_type": "bloom", "n_layer": shape.layers, "hidden_size": shape.hidden, "n_head": shape.heads}
+    else:
+        config = {
+            "model_type": "mixtral" if shape.experts else "llama" if shape.gated_mlp else "gpt_neox",
+            "num_hidden_layers": shape.layers,
+            "hidden_size": shape.hidden,
+            "num_attention_heads": shape.heads,
+            "intermediate_size": shape.expert_width if shape.experts else shape.ffn_width,
+            "max_position_embeddings": shape.seq_len,
+        }
+        if shape.gated_mlp:
+            config["num_key_value_heads"] = shape.kv_heads or shape.heads
+        if shape.head_dim is not None:
+            config["head_dim"] = shape.head_dim
+        if shape.experts:
+            config |= {"num_local_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token}
+    return {**config, "vocab_size": shape.vocab, "tie_word_embeddings": shape.tied_embeddings}
