@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import traceback
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -52,6 +54,12 @@ class BatchFacts:
         return 0.0 if self.filler else self.size / self.global_size
 
 
+_PARTLY_FILLED = (
+    "In a batch of several loaders, one of them has fewer samples left than there are replicas, so this replica repeats"
+    " samples that it has seen, and they count. Give that loader drop_last=True, or a length that divides."
+)
+
+
 class BatchLedger:
     """Facts about the batches on their way from the loaders to the steps, found by the identity of the batch."""
 
@@ -76,7 +84,10 @@ class BatchLedger:
         A batch that no loader here has made is taken to be one of as many equal ones as there are replicas.
         """
         if found := self._find(batch):
-            return next((facts for facts in found if not facts.filler), found[0])
+            counting = [facts for facts in found if not facts.filler]
+            if counting and len(counting) < len(found):
+                warnings.warn(_PARTLY_FILLED, stacklevel=2)
+            return counting[0] if counting else found[0]
         size = batch_size_of(batch)
         return BatchFacts(size, size * self._num_replicas)
 
@@ -225,7 +236,10 @@ class SharedLoader:
             ahead = 1 if sized_len(self) is None and not running.ended else 0  # Lightning looks one batch ahead
             state |= {"batches": max(0, running.num_batches - ahead), "random": running.started_at}
         if _is_resumable(self.loader):
-            own = self.loader.state_dict() if self.mesh.is_replica_reader else None
+            own: Any = None
+            if self.mesh.is_replica_reader:
+                behind = running.behind if running is not None and not running.ended else None
+                own = self.loader.state_dict() if behind is None else behind
             gathered = all_gather_object(own, self.mesh.control_world)
             step = self.mesh.tp.size
             state["readers"] = [gathered[replica * step] for replica in range(self.mesh.dp.size)]
@@ -245,6 +259,9 @@ class _Pass:
         self.ended = False
         self.started_at: Any = None
         """The random state from which the order of this pass was drawn; known to the readers."""
+        self.behind: Any = None
+        """Where a loader that keeps its place stood before the last read, if Lightning looks one batch ahead."""
+        self._looks_ahead = _is_resumable(shared.loader) and sized_len(shared) is None
         self._source: Iterator[Any] | None = None
         self._error: BaseException | None = None
         self._last: Any = None
@@ -354,6 +371,8 @@ class _Pass:
         try:
             if self._error is not None:
                 raise self._error
+            if self._looks_ahead:
+                self.behind = copy.deepcopy(self.shared.loader.state_dict())
             batch = next(self._source)  # type: ignore[arg-type]
         except StopIteration:
             self._source = None

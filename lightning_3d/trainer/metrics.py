@@ -44,6 +44,9 @@ def bind_metrics(module: LightningModule, mesh: Mesh) -> None:
         if isinstance(metric, Metric) and metric.process_group is None and metric.dist_sync_fn is None:
             metric.dist_sync_fn = _Replicas(mesh)
             metric.distributed_available_fn = metric.dist_sync_fn.are_several
+            # A replica that got no sample would answer from its cache, and the others wait for it.
+            metric.compute_with_cache = False
+            metric._computed = None
             if type(metric)._sync_dist is Metric._sync_dist:
                 # Bound, so that a copy of the metric gets one of its own.
                 vars(metric)["_sync_dist"] = MethodType(_sync_dist, metric)

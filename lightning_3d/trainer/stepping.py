@@ -11,6 +11,7 @@ from typing_extensions import override
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.progress import Progress
 from lightning_3d.sharding import global_norm
+from lightning_3d.trainer.batches import BatchFacts, BatchLedger
 from lightning_3d.trainer.loaders import LoaderGate
 from lightning_3d.trainer.predictions import PredictionGate
 from lightning_3d.trainer.sanity import SanityChecks
@@ -23,6 +24,7 @@ class SteppingStrategy(StatefulStrategy):
 
     progress: Progress
     _gate: LoaderGate
+    _ledger: BatchLedger
     _predictions: PredictionGate
     _sanity: SanityChecks
     _runner: StepRunner | None = None
@@ -82,6 +84,11 @@ class SteppingStrategy(StatefulStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         self.progress.enter("predict batch")
         return self._steps.evaluation_step("predict", *args, **kwargs)
+
+    @property
+    def current_batch(self) -> BatchFacts:
+        """Samples of the batch that is run, here and over all replicas, and whether it only fills up this replica."""
+        return self._ledger.current
 
     @property
     def idle_fraction(self) -> float | None:
