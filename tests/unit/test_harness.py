@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from tests.harness import RankFailure, run_ranks, run_trainer
+from tests.harness import RankFailure, free_port, run_ranks, run_trainer
 
 
 def sum_of_ranks(rank: int, world_size: int, offset: float) -> tuple[int, torch.Tensor]:
@@ -33,6 +34,20 @@ def test_eight_ranks_start_quickly() -> None:
     start = time.monotonic()
     run_ranks(sum_of_ranks, 8, 0.0)
     assert time.monotonic() - start < 10  # half a second on two idle cores; importing torch in each would take 30
+
+
+def set_apart(rank: int, world_size: int) -> int:
+    return gc.get_freeze_count()
+
+
+def test_garbage_collections_of_ranks_leave_out_what_is_imported() -> None:
+    assert run_ranks(set_apart, 1, init=False)[0] > 100_000
+
+
+def test_ports_are_new_and_none_that_the_kernel_gives_away() -> None:
+    ports = {free_port() for _ in range(50)}
+    assert len(ports) == 50
+    assert min(ports) >= 12_000 and max(ports) < 32_000
 
 
 def environment(rank: int, world_size: int, name: str) -> tuple[str | None, str | None, int, bool]:
