@@ -125,8 +125,8 @@ def persistent_states(module: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def states_of_all(module: nn.Module) -> Iterator[None]:
-    """While a checkpoint is made: what it holds of metrics is over all replicas. Collective over dp."""
+def states_of_all(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """While a checkpoint is made: :func:`persistent_states` are those of all replicas. Collective over dp."""
     synced = [
         metric
         for _, metric in _persistent(module)
@@ -135,7 +135,7 @@ def states_of_all(module: nn.Module) -> Iterator[None]:
     for metric in synced:
         metric.sync(metric.dist_sync_fn)
     try:
-        yield
+        yield persistent_states(module)
     finally:
         for metric in synced:
             metric.unsync(metric._is_synced)

@@ -71,7 +71,9 @@ class StatefulStrategy(ReplicaStrategy):
             return checkpoints.gather(checkpoint, self._model_state(), self.topology, self._rank_state())
 
         assert self.lightning_module is not None
-        with states_of_all(self.lightning_module):
+        with states_of_all(self.lightning_module) as states:
+            named = checkpoint.get("state_dict") or {}
+            named.update({key: value for key, value in states.items() if key in named})
             self._saving.save(filepath, gather, self.topology)
 
     def finish_saving(self) -> None:

@@ -246,9 +246,8 @@ def test_metrics_have_the_values_of_one_process(mesh: Mesh, validated: int) -> N
 def assert_same(got: Any, wanted: Any, where: str) -> None:
     if isinstance(wanted, Tensor):
         # Some metrics compute in float32 whatever they are told.
-        torch.testing.assert_close(
-            got, wanted, rtol=2e-6, atol=2e-6, equal_nan=True, msg=lambda text: f"{where}: {text}"
-        )
+        options: Any = {"rtol": 2e-6, "atol": 2e-6, "equal_nan": True}
+        torch.testing.assert_close(got.double(), wanted.double(), msg=lambda text: f"{where}: {text}", **options)
     elif isinstance(wanted, dict):
         assert got.keys() == wanted.keys(), where
         for key, value in wanted.items():
