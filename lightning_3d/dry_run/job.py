@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import lightning.pytorch as pl
+import torch
 
 from lightning_3d.config import ParallelConfig, Sizes, micro_batch_count
 from lightning_3d.dry_run.forks import in_forks
@@ -17,10 +18,13 @@ from lightning_3d.dry_run.report import DryRun, StageReport
 from lightning_3d.dry_run.survey import Survey, survey
 from lightning_3d.dry_run.world import standing_in
 from lightning_3d.errors import ConfigError
+from lightning_3d.initialization import materialise
 from lightning_3d.mesh import coordinates
 from lightning_3d.pipeline.micro_batches import piece_sizes
+from lightning_3d.pipeline.wrappers import unwrap
 from lightning_3d.schedules import in_flight
 from lightning_3d.strategy import ThreeDStrategy
+from lightning_3d.trainer.assembly import Blueprint, describe, draw
 from lightning_3d.trainer.preflight import bubble_warning, check_steps
 
 AT_ONCE = 2
@@ -69,7 +73,7 @@ def dry_run(job: Job, stages: Sequence[int] | None = None, rank: int | None = No
     """Run the ranks of ``job`` without memory, one process each, and tell what they hold, send and compute.
 
     Args:
-        job: What is to be run; its module is left as it is.
+        job: What is to be run; its module is freed of wrappers, and its buffers get values.
         stages: Pipeline stages to report; all by default. Of a stage its rank with dp 0 and tp 0 is run.
         rank: This rank alone, instead.
         limit_s: Seconds after which the dry run ends with an error.
@@ -85,16 +89,19 @@ def dry_run(job: Job, stages: Sequence[int] | None = None, rank: int | None = No
         config = config.replace(micro_batch_size=pieces.size, num_micro_batches=None)
     config = config.replace(sanity_checks=0, compile=False)
     wanted = [coordinates(rank, sizes)[0]] if rank is not None else list(stages or range(sizes.pp))
-    [found] = in_forks([lambda: survey(job.trainer, job.module, config, sizes, job.batch)], 1, limit_s)
-    if found.split is not None:
-        config = config.replace(pipeline_split=list(found.split))  # counting costs once is enough
+    # Drawn once, and inherited by all forks: for a hundred layers it takes longer than what follows.
+    wishes = unwrap(job.module)
+    materialise(job.module, torch.device("cpu"), parameters=False)
+    blueprint = draw(job.module, config, sizes, wishes)
+    layout = describe(job.module, blueprint.chunks, config, sizes)
+    [found] = in_forks([lambda: survey(job.trainer, job.module, config, sizes, job.batch, blueprint)], 1, limit_s)
     place = {stage: stage * sizes.dp * sizes.tp for stage in range(sizes.pp)}
     if rank is not None:
         place[wanted[0]] = rank
 
     def run(numbers: Sequence[int]) -> list[tuple[Record, StageReport]]:
         works: list[Callable[[], tuple[Record, StageReport]]] = [
-            partial(_run, job, config, found, pieces, place[stage]) for stage in numbers
+            partial(_run, job, config, blueprint, found, pieces, place[stage]) for stage in numbers
         ]
         return in_forks(works, AT_ONCE, limit_s)
 
@@ -105,7 +112,7 @@ def dry_run(job: Job, stages: Sequence[int] | None = None, rank: int | None = No
     missing = [stage for stage in wanted if stage not in records]
     first |= dict(zip(missing, run(missing), strict=True))
     records |= {stage: first[stage][0] for stage in missing}
-    names = found.layout.blocks
+    names = layout.blocks
     reports = []
     for stage in wanted:
         source = first.get(stage) or first[alike[stage][0]]
@@ -115,7 +122,7 @@ def dry_run(job: Job, stages: Sequence[int] | None = None, rank: int | None = No
         )  # fmt: skip
         reports.append(report)
     return DryRun(
-        layout=found.layout,
+        layout=layout,
         sizes=sizes,
         stages=tuple(reports),
         samples=job.batch.samples,
@@ -124,11 +131,13 @@ def dry_run(job: Job, stages: Sequence[int] | None = None, rank: int | None = No
     )
 
 
-def _run(job: Job, config: ParallelConfig, found: Survey, pieces: _Pieces, rank: int) -> tuple[Record, StageReport]:
+def _run(
+    job: Job, config: ParallelConfig, blueprint: Blueprint, found: Survey, pieces: _Pieces, rank: int
+) -> tuple[Record, StageReport]:
     """In a fork: lay out one rank and run two of its steps, the first of which makes the optimizer's state."""
     run = _enough(config, job.sizes, pieces, coordinates(rank, job.sizes)[0])
     with standing_in(job.sizes, rank) as mesh:
-        here = Rank(job.trainer, job.module, config, mesh)
+        here = Rank(job.trainer, job.module, config, mesh, blueprint)
         here.make_optimizers()
         here.assembly.engine.know(found.links)
 

@@ -23,7 +23,7 @@ from lightning_3d.pipeline.engine import Step
 from lightning_3d.pipeline.links import Link
 from lightning_3d.pipeline.micro_batches import MicroBatch
 from lightning_3d.strategy import ThreeDStrategy
-from lightning_3d.trainer.assembly import Assembly, assemble
+from lightning_3d.trainer.assembly import Assembly, Blueprint, assemble
 from lightning_3d.trainer.batches import BatchLedger
 from lightning_3d.trainer.sanity import SanityChecks
 from lightning_3d.trainer.steps import StepRunner
@@ -58,9 +58,17 @@ class Rank:
         module: The whole module, with recipes instead of memory.
         config: The options, with the micro-batch size of the run.
         mesh: The rank's place, in a world that is not there.
+        blueprint: How the module is cut, if that is known.
     """
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, config: ParallelConfig, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        config: ParallelConfig,
+        mesh: Mesh,
+        blueprint: Blueprint | None = None,
+    ) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, ThreeDStrategy)
         self.trainer, self.module, self.config, self.mesh = trainer, module, config, mesh
@@ -73,7 +81,7 @@ class Rank:
         precision.attach(mesh, config)
         precision.on_batch = ledger.take
         with parameters_from(lambda ref: self.memoryless.tensor(ref.shape, ref.stride, ref.dtype)):
-            self.assembly: Assembly = assemble(module, config, mesh, precision, unchecked)
+            self.assembly: Assembly = assemble(module, config, mesh, precision, unchecked, blueprint)
         strategy._assembly, strategy.model = self.assembly, module
         precision.owned = self.assembly.sharding.owned
         self.runner = StepRunner(trainer, module, self.assembly, config, mesh, precision, ledger)

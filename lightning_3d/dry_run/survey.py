@@ -7,17 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from torch import nn
 
 from lightning_3d.config import ParallelConfig, Sizes
 from lightning_3d.dry_run.rank import Batch, Rank
 from lightning_3d.dry_run.world import standing_in
-from lightning_3d.initialization import materialise
-from lightning_3d.pipeline.blocks import ChunkMap, find_block_lists
+from lightning_3d.pipeline.blocks import ChunkMap
 from lightning_3d.pipeline.links import Link
-from lightning_3d.trainer.assembly import chunk_map, describe
-from lightning_3d.trainer.layout import Layout
+from lightning_3d.trainer.assembly import Blueprint
 
 
 @dataclass(frozen=True)
@@ -28,39 +25,39 @@ class Survey:
     """What passes into every chunk."""
     kinds: tuple[Any, ...]
     """Of every pipeline stage: stages of one kind hold layers of the same classes and sizes, and pass on the same."""
-    layout: Layout
-    split: tuple[int, ...] | None = None
-    """Blocks of every chunk."""
 
 
 def survey(
-    trainer: pl.Trainer, module: pl.LightningModule, config: ParallelConfig, sizes: Sizes, batch: Batch
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    config: ParallelConfig,
+    sizes: Sizes,
+    batch: Batch,
+    blueprint: Blueprint,
 ) -> Survey:
     """Run one micro-batch forward through all chunks, on a rank that owns them all.
 
     It is the run in which the ranks of a pipeline settle what they send (:mod:`lightning_3d.pipeline.settling`), with
     one process in all their places.
     """
-    num_chunks = sizes.pp * config.virtual_stages
-    materialise(module, torch.device("cpu"), parameters=False)
-    lists = find_block_lists(module, config.pipeline_blocks, num_chunks)
-    chunks = chunk_map(module, lists, config, sizes.pp)
-    layout = describe(module, chunks, config, sizes)
-    if num_chunks == 1:
-        return Survey({}, (0,), layout)
+    chunks = blueprint.chunks
+    if chunks.num_chunks == 1:
+        return Survey({}, (0,))
     kinds = [kind_of(module, chunks, stage, sizes.pp) for stage in range(sizes.pp)]
-    split = [end - start for start, end in zip(chunks.starts, chunks.starts[1:], strict=False)]
     alone = config.replace(
-        pipeline_parallel=1, schedule="interleaved_1f1b", virtual_stages=num_chunks, pipeline_split=split
+        pipeline_parallel=1,
+        pipeline_split="uniform",  # not read: the blueprint has it
+        schedule="interleaved_1f1b",
+        virtual_stages=chunks.num_chunks,
     )
     with standing_in(Sizes(pp=1, dp=sizes.dp, tp=sizes.tp), 0) as mesh:
-        rank = Rank(trainer, module, alone, mesh)
+        rank = Rank(trainer, module, alone, mesh, blueprint)
         links = rank.forward(batch.of(config.micro_batch_size or 1, rank.memoryless))
     told = [
-        (kind, tuple(_passes(links, chunk) for chunk in range(stage, num_chunks, sizes.pp)))
+        (kind, tuple(_passes(links, chunk) for chunk in range(stage, chunks.num_chunks, sizes.pp)))
         for stage, kind in enumerate(kinds)
     ]
-    return Survey(links, tuple(told), layout, tuple(split))
+    return Survey(links, tuple(told))
 
 
 def kind_of(module: nn.Module, chunks: ChunkMap, stage: int, stages: int) -> Any:

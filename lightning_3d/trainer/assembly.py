@@ -29,7 +29,7 @@ from lightning_3d.pipeline.recompute import recompute_blocks, recompute_wrapped
 from lightning_3d.pipeline.stage import Stage
 from lightning_3d.pipeline.ties import find_shared
 from lightning_3d.pipeline.timing import time_costs
-from lightning_3d.pipeline.wrappers import unwrap
+from lightning_3d.pipeline.wrappers import Wishes, unwrap
 from lightning_3d.placeholder import is_placeholder, refuse_lost_writes
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.random import States, StepStreams
@@ -128,18 +128,43 @@ class Assembly:
         return next((candidate for candidate in now if not is_placeholder(candidate)), now[0])
 
 
+@dataclass(frozen=True)
+class Blueprint:
+    """How a module is cut, decided before anything of it is: the same for all ranks."""
+
+    wishes: Wishes
+    """What wrappers that the module came with had asked for."""
+    plan: tensor_parallel.Plan
+    chunks: ChunkMap
+
+
+def draw(
+    module: nn.Module, config: ParallelConfig, sizes: Sizes, wishes: Wishes, profile: Costing | None = None
+) -> Blueprint:
+    """Decide how ``module``, freed of wrappers, is cut; its buffers have values.
+
+    Raises:
+        ConfigError, PlanError, StageError: if it cannot be cut as asked.
+    """
+    lists = find_block_lists(module, config.pipeline_blocks)  # a plan does not depend on the pipeline
+    plan = tensor_parallel.plan(module, [item.blocks for item in lists], config, sizes.tp)
+    lists = find_block_lists(module, config.pipeline_blocks, sizes.pp * config.virtual_stages)
+    return Blueprint(wishes, plan, chunk_map(module, lists, config, sizes.pp, profile))
+
+
 def assemble(
     module: pl.LightningModule,
     config: ParallelConfig,
     mesh: Mesh,
     precision: ThreeDPrecision,
     check: tensor_parallel.BlockCheck = tensor_parallel.check_block,
+    blueprint: Blueprint | None = None,
 ) -> Assembly:
     """Cut, shard and move ``module`` for this rank.
 
     Collective. ``module`` is changed in place; its names, structure and attributes stay. Parameters that have a recipe
     instead of memory (see ``initialization``) get memory for what this rank keeps of them, once that is known.
-    ``check`` compares blocks that tensor parallelism cuts with whole ones.
+    ``check`` compares blocks that tensor parallelism cuts with whole ones. ``blueprint`` is drawn unless it is given.
 
     Raises:
         ConfigError, PlanError, StageError: if the module cannot be laid out as asked; raised on every rank.
@@ -147,7 +172,7 @@ def assemble(
     held = Assembly.of(module)
     if held is not None:
         return _again(held, config, mesh)
-    wishes = unwrap(module)
+    wishes = unwrap(module) if blueprint is None else blueprint.wishes
     if mesh.world.size > 1:
         refuse_views(module)
     own_memory(module)
@@ -158,10 +183,9 @@ def assemble(
     with following():
         precision.convert_module(module)
 
-    lists = find_block_lists(module, config.pipeline_blocks)  # a plan does not depend on the pipeline
-    plan = tensor_parallel.plan(module, [item.blocks for item in lists], config, mesh.tp.size)
-    lists = find_block_lists(module, config.pipeline_blocks, mesh.pp.size * config.virtual_stages)
-    chunks = chunk_map(module, lists, config, mesh.pp.size, profiler(module, config, mesh, precision))
+    if blueprint is None:
+        blueprint = draw(module, config, mesh.sizes, wishes, profiler(module, config, mesh, precision))
+    plan, chunks = blueprint.plan, blueprint.chunks
     shared = find_shared(module, chunks, mesh.pp.size)
     keys, ties = state_dict_keys(module)
     layout = describe(module, chunks, config, mesh.sizes)

@@ -18,6 +18,7 @@ from lightning_3d.dry_run.traffic import Message
 from lightning_3d.dry_run.watch import Watch
 from lightning_3d.dry_run.world import group_names, standing_in
 from lightning_3d.errors import ConfigError
+from lightning_3d.sharding import ZERO_RULES
 
 
 def recipe(folder: Path, trainer: str = "", model: str = "", strategy: str = "") -> str:
@@ -113,14 +114,40 @@ def test_a_recipe_is_run_stage_by_stage(tmp_path: Path, capsys: pytest.CaptureFi
     assert (first["stage"], last["stage"], last["rank"]) == (0, 1, 4)
     assert first["micro_batches"] == 8 and first["micro_batches_run"] == 4
     assert first["peak_bytes"] == sum(first["memory"].values())
-    hidden = 16 * 32 * 4  # bytes of a micro-batch of one sample between the stages
-    sends = [item for item in first["messages"] if item["operation"] == "send"]
-    assert [(item["count"], item["bytes"]) for item in sends] == [(8, 8 * hidden)]
-    # A block sums its output twice forward and its input twice backward over the tp ranks.
-    sums = next(item for item in first["messages"] if item["axis"] == "tp" and item["operation"] == "all_reduce")
-    blocks = 2
-    assert sums["bytes"] == 8 * hidden * (4 * blocks + 1)  # and the embedding its output
     assert found["comparison"]["fits"] is True and len(found["comparison"]["estimated"]) == 2
+
+
+def counted(found: dict[str, Any], stage: int) -> dict[tuple[str, str], tuple[int, int]]:
+    """Times and bytes by axis and operation."""
+    messages = found["stages"][stage]["messages"]
+    return {(item["axis"], item["operation"]): (item["count"], item["bytes"]) for item in messages}
+
+
+def test_messages_and_arithmetic_are_those_of_the_formulas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """tp: 4 sums of bsh per block and micro-batch (Narayanan et al. 2021, 3.2); pp: bsh per cut, micro-batch and
+    direction; dp: ZERO_RULES; FLOPs: 6 per weight and token, and 12 L s h per token of attention."""
+    layers, width, length, vocab, count = 4, 32, 16, 64, 8
+    for zero_stage in (1, 2, 3):
+        path = recipe(tmp_path, strategy=f"zero_stage: {zero_stage}, schedule: 1f1b")
+        assert main(["dry-run", "--config", path, "--json", *BATCH]) == 0
+        found = json.loads(capsys.readouterr().out)
+        hidden = length * width * 4
+        first, last = counted(found, 0), counted(found, 1)
+        blocks = layers // 2
+        assert first["tp", "all_reduce"][1] == count * hidden * (4 * blocks + 1)  # and what the embedding gives
+        assert first["pp", "send"] == first["pp", "receive"] == (count, count * hidden)
+        assert last["pp", "send"] == last["pp", "receive"] == (count, count * hidden)
+        assert last["tp", "all_gather"] == (count, count * length * vocab * 4)  # of the logits
+        weights = 4 * found["stages"][0]["parameters"]
+        expected = ZERO_RULES[zero_stage].collectives(units=1, micro_batches=count)
+        assert first["dp", "all_gather"] == (expected["all_gather"], expected["all_gather"] * weights)
+        assert first["dp", "reduce_scatter"] == (expected["reduce_scatter"], expected["reduce_scatter"] * weights)
+        tokens, matrices = count * length, 12 * width * width
+        block = 6 * matrices * tokens + 12 * length * width * tokens
+        # FLOPs of the attention of a CPU: its backward computes the scores once more.
+        block += 2 * length * width * tokens
+        flops = [stage["flops"] for stage in found["stages"]]
+        assert flops == [blocks * block // 2, (blocks * block + 6 * width * vocab * tokens) // 2]
 
 
 @pytest.mark.parametrize(
