@@ -244,13 +244,17 @@ class LoggerCalls:
         tape = self._tape
         assert tape is not None
         if name != "experiment":  # which would start one
-            recording = type(logger)
+            recording, passes_for = type(logger), rank_zero_only.rank  # type: ignore[attr-defined]
             object.__setattr__(logger, "__class__", recording.__base__)
+            # What starts something on rank 0 alone must not do so here.
+            rank_zero_only.rank = self._mesh.rank  # type: ignore[attr-defined]
             try:
                 value = getattr(logger, name)
             finally:
                 object.__setattr__(logger, "__class__", recording)
-            if isinstance(value, _PLAIN):
+                rank_zero_only.rank = passes_for  # type: ignore[attr-defined]
+            # None may be what only rank 0 knows better, such as the id of a run.
+            if isinstance(value, _PLAIN) and not (value is None and self._mesh.pp.size > 1):
                 return value
         index = next(i for i, other in enumerate(self._module.trainer.loggers) if other is logger)
         return Recorded(tape, Reference(("logger", index), (("attribute", name),)))

@@ -26,6 +26,12 @@ class Experiment:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.config: dict[str, Any] = {}
+        self.asked = 0
+
+    @property
+    def started(self) -> str:
+        self.asked += 1
+        return "run 5"
 
     def add(self, tag: str, value: Any, step: int | None = None) -> int:
         self.calls.append((tag, value, step))
@@ -49,6 +55,11 @@ class Tracking(Logger):
     @rank_zero_experiment
     def experiment(self) -> Experiment:
         return self._client
+
+    @property
+    def run_id(self) -> str | None:
+        """As MLflow's: known where the run was started."""
+        return self.experiment.started if rank_zero_only.rank == 0 else None
 
     @rank_zero_only
     def log_metrics(self, metrics: Any, step: Any = None) -> None:
@@ -172,6 +183,15 @@ def test_plain_facts_are_there_at_once_and_answers_are_not(ranks: tuple[Process,
             float(rank.logger.experiment.add("x", 1.0))
 
     run(ranks, step)
+
+
+def test_what_only_rank_zero_knows_is_filled_in_there(ranks: tuple[Process, Process]) -> None:
+    def step(rank: Process, index: int) -> None:
+        rank.logger.experiment.add("of", rank.logger.run_id)
+
+    zero = run(ranks, step)
+    assert zero.logger._client.calls == [("of", "run 5", None)]
+    assert zero is ranks[1] or not ranks[1].logger._client.asked, "the last stage must not start a run of its own"
 
 
 def test_prints_are_made_once_by_rank_zero(ranks: tuple[Process, Process], capsys: pytest.CaptureFixture[str]) -> None:

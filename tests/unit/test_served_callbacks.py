@@ -27,7 +27,7 @@ from lightning_3d.trainer.callbacks import refuse
 from lightning_3d.trainer.failure import FailureGuard, SiblingFailure
 from lightning_3d.trainer.last_checkpoint import ExceptionCheckpoints
 from lightning_3d.trainer.measuring_callbacks import serve_throughput
-from lightning_3d.trainer.model_summary import WholeSummary
+from lightning_3d.trainer.model_summary import WholeSummary, held_by_stage
 from tests.dist.lightning_modules import WIDTH, Tokens
 
 
@@ -104,6 +104,12 @@ def test_a_model_that_looks_at_values_is_summarised_without_sizes() -> None:
     assert "In sizes" not in dict(got.summary_data)
     assert got.total_parameters == sum(p.numel() for p in module.parameters())
     assert module.example_input_array is not None
+
+
+def test_what_the_ranks_of_each_stage_hold_is_told_in_a_line() -> None:
+    stage = SimpleNamespace(rank=0)
+    mesh: Any = SimpleNamespace(pp=stage, control_world=SimpleNamespace(group=None))
+    assert held_by_stage(Tokens(2), mesh) == "Of these, each rank holds parameters: 812."
 
 
 def guards(count: int) -> list[FailureGuard]:
