@@ -17,6 +17,7 @@ from lightning_3d.attributes import carry_attributes
 from lightning_3d.placeholder import is_placeholder
 
 Make = Callable[[str, Tensor], Tensor]
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ def clone_block(block: nn.Module, make_parameter: Make, make_tensor: Make) -> nn
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and id(value) not in memo:
                 memo[id(value)] = make_tensor(f"{prefix}.{name}", value)
+        for name in _HOOKS:
+            # Not copied, as what they hold need not be copyable (profilers); they are taken off the copy.
+            memo |= {id(hook): hook for hook in vars(module)[name].values() if not _is_of_torch(hook)}
     cloned = copy.deepcopy(block, memo)
     for module in cloned.modules():
         vars(module).update(without_hooks(module))

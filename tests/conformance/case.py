@@ -22,7 +22,6 @@ FIRST = "on rank 0:"
 LOADED_LATER = {
     r"(on_fit_start|configure_optimizers|on_load_checkpoint)\(\) \(after": "weights are loaded when the module is laid"
     " out, after configure_optimizers, as under Lightning's own sharded strategies",
-    r"at callback.on_load_checkpoint\(\): lr": "so that hook sees the rates of the optimizer",
 }
 """The limit of cases that resume from a checkpoint."""
 

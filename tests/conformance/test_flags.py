@@ -196,6 +196,7 @@ def _pytorch(folder: Any) -> PyTorchProfiler:
     return PyTorchProfiler(dirpath=folder, filename="torch", export_to_chrome=False)
 
 
+RATES_KNOWN = {r"at callback.on_load_checkpoint\(\): lr": "as weights are loaded later, there are optimizers by then"}
 TOLD_ELSEWHERE = {
     "Trainer\\(barebones=True": "what Lightning tells rank 0 from within a step, the last stage does not tell"
 }
@@ -208,7 +209,7 @@ FLAGS = (
     Case("inference_mode=False", fit, {"inference_mode": False}),
     Case("use_distributed_sampler=False", fit, {"use_distributed_sampler": False}, layouts=((2, 1, 2),)),
     Case("reload_dataloaders", own_loaders, {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 2}, replicas=True),
-    Case("data module", data_module, known=LOADED_LATER),
+    Case("data module", data_module, known={**LOADED_LATER, **RATES_KNOWN}),
     Case("log_every_n_steps", logged, {"log_every_n_steps": 3, "max_epochs": 2}),
     Case(
         "log_every_n_steps and accumulation",
