@@ -9,6 +9,9 @@ from types import MappingProxyType
 
 from lightning_3d.errors import ConfigError
 
+CPU = "cpu"
+"""Name and generation of processes on a CPU, which trials run on: they have no context of CUDA and NCCL."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GPU:
@@ -64,7 +67,7 @@ GPUS: Mapping[str, GPU] = MappingProxyType(
             _gpu("b200-180g", "blackwell", 2250, 4500, 180, 8000, 900, 400, 148),
             _gpu("b300-288g", "blackwell-ultra", 2250, 4500, 288, 8000, 900, 800, 148),
             _gpu("gb200-186g", "blackwell", 2500, 5000, 186, 8000, 900, 400, 152, 4, 72),
-            _gpu("cpu", "cpu", 0.2, None, 8, 20, 4, 10, 1),  # two cores: for trials, not predictions
+            _gpu("cpu", CPU, 0.2, None, 8, 20, 4, 10, 1),  # two cores: for trials, not predictions
             _gpu("gb300-288g", "blackwell-ultra", 2500, 5000, 288, 8000, 900, 800, 152, 4, 72),
         )
     )

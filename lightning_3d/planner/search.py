@@ -12,6 +12,7 @@ from lightning_3d.planner import checks, rules
 from lightning_3d.planner.cluster import Cluster
 from lightning_3d.planner.estimate import Estimate, estimate
 from lightning_3d.planner.explain import SAME, compare, reason, setting
+from lightning_3d.planner.gpus import CPU
 from lightning_3d.planner.layout import Layout
 from lightning_3d.planner.legality import SEARCHED, Sizes, all_sizes, layouts, micro_batch_sizes, pipelines
 from lightning_3d.planner.memory import GB, stage_memory
@@ -142,6 +143,7 @@ class _Search:
     ) -> None:
         self.shape, self.cluster, self.batch, self.fixed = shape, cluster, batch, fixed
         self.usable, self.every = usable, every
+        self.on_cpu = cluster.device.generation == CPU
         self.fitting: dict[Sizes, list[Candidate]] = {}
         self.least: dict[Sizes, tuple[float, Layout]] = {}
         """The layout of least memory for each size, with its GB."""
@@ -166,7 +168,8 @@ class _Search:
 
     def _fits(self, sizes: Sizes, layout: Layout) -> bool:
         self.num_layouts += 1
-        needed = max(stage.on_device for stage in stage_memory(self.shape, layout)) / GB
+        stages = stage_memory(self.shape, layout)
+        needed = max(stage.total if self.on_cpu else stage.on_device for stage in stages) / GB
         if sizes not in self.least or needed < self.least[sizes][0]:
             self.least[sizes] = (needed, layout)
         return needed <= self.usable
