@@ -122,11 +122,11 @@ def _on_device(storage: torch.UntypedStorage, device: torch.device) -> torch.Unt
 def _become(tensor: Tensor, given: Tensor) -> None:
     """Let ``tensor`` be the same object, as a tensor of the class of ``given`` (for a DTensor: with it inside)."""
     if isinstance(tensor, DTensor):
-        real = DTensor.__new__(DTensor, given, tensor._spec, requires_grad=tensor.requires_grad)
-        torch._C._swap_tensor_impl(tensor, real)
+        placed = DTensor.__new__(DTensor, given, tensor._spec, requires_grad=tensor.requires_grad)
+        torch._C._swap_tensor_impl(tensor, placed)
         tensor._local_tensor = given
         return
-    real = nn.Parameter(given, requires_grad=tensor.requires_grad)
+    real: Tensor = nn.Parameter(given, requires_grad=tensor.requires_grad)
     vars(real).update(vars(tensor))
     tensor.__class__, real.__class__ = type(real), type(tensor)
     vars(tensor).update(vars(real))
