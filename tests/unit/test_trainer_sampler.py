@@ -193,3 +193,14 @@ def test_a_pass_can_begin_later() -> None:
     sampler.prepare(1)
     assert [batch.tolist() for batch in loader] == whole[1:]
     assert isinstance(loader.batch_sampler.source, BatchSampler)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("length", [1, 7, 12])
+def test_runs_of_samples_joined_are_the_batch(replicas: int, length: int) -> None:
+    loader = DataLoader(range(length), batch_size=2)  # type: ignore[arg-type]
+    parts = [list(shard(loader, _axis(replica, replicas), runs=True).batch_sampler) for replica in range(replicas)]
+    whole = list(BatchSampler(range(length), 2 * replicas, drop_last=False))
+    joined = [[index for part in parts for index in (part[k] if k < len(part) else [])] for k in range(len(whole))]
+    assert joined == whole
+    assert max(map(len, parts)) == len(whole)
