@@ -198,6 +198,7 @@ def as_layout(row: Mapping[str, str], shape: ModelShape, cluster: Cluster) -> La
         reduce_dtype="float16" if text.startswith("fp16") else "bfloat16" if "pure" in text else "float32",
         keeps_16bit_gradients="bf16optimizer" in text,
         flash_attention=not unfused,
+        native_attention=not fully_sharded,
         fused_elementwise=fused,
         fused_loss=not fully_sharded,
         overlap_grad_reduce=new or sharded_states >= 2 or "overlap" in text,

@@ -44,6 +44,13 @@ STRATEGY = "lightning_3d.ThreeDStrategy"
 PROG = "lightning-3d"
 
 
+def calibrate(args: list[str]) -> int:
+    """Measure what these devices and links reach, for the planner."""
+    from lightning_3d.cli.calibrate import calibrate as run
+
+    return run(args)
+
+
 def doctor(args: list[str]) -> int:
     """Show how a model would be cut, and check it with numbers, in one process."""
     from lightning_3d.cli.doctor import main
@@ -87,6 +94,7 @@ def simulate(args: list[str]) -> int:
 
 
 SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "calibrate": calibrate,
     "convert": convert,
     "doctor": doctor,
     "dry-run": dry_run,

@@ -87,11 +87,11 @@ class LayerModel:
         t, c = layout.tensor_parallel, layout.context_parallel
         work = attention_flops(shape, shape.causal and layout.flash_attention) * self.tokens / t
         if layout.flash_attention:
-            forward = self.kernels.attention(work)
+            forward = self.kernels.attention(work, layout.native_attention)
             return forward, 2.5 * forward  # the backward makes the scores anew
         heads, s = shape.heads / t * layout.micro_batch_size, shape.seq_len
-        product = self.kernels.matmul(heads * s / c, s, shape.head_width)
-        product += self.kernels.matmul(heads * s / c, shape.head_width, s)
+        product = self.kernels.matmul(heads * s / c, s, shape.head_width, batched=True)
+        product += self.kernels.matmul(heads * s / c, shape.head_width, s, batched=True)
         scores = heads * s / c * s
         # Scores are written, scaled and masked, normalised, dropped out, and read by the second product.
         moved = self.kernels.moving(scores * (10 + 3 * shape.has_dropout), 3)

@@ -21,7 +21,9 @@ class Constants:
     misaligned: float = 0.8
     """Speed of a matrix product with a side that is no multiple of 64 elements, beside an aligned one."""
     attention: float = 0.45
-    """Fraction of the 16-bit peak that fused attention reaches."""
+    """Fraction of the 16-bit peak that fused attention reaches, by the best kernel for the generation."""
+    portable_attention: float = 1.0
+    """Speed of FlashAttention-2, written for A100, beside that kernel."""
     hbm: float = 0.80
     """Fraction of the memory bandwidth that elementwise kernels reach."""
     elementwise: float = 1.0

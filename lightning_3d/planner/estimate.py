@@ -11,6 +11,7 @@ from lightning_3d.planner.communication import Group, Links
 from lightning_3d.planner.compute import LayerModel, PartTime
 from lightning_3d.planner.constants import Constants, constants
 from lightning_3d.planner.flops import hardware_flops_per_token, model_flops_per_token
+from lightning_3d.planner.gpus import CPU
 from lightning_3d.planner.kernels import Kernels
 from lightning_3d.planner.layout import Layout
 from lightning_3d.planner.memory import GB, StageMemory, chunk_parameters, stage_memory
@@ -140,7 +141,7 @@ def estimate(
     peak = kernels.peak
     memory = stage_memory(shape, layout)
     fullest = max(stage.total for stage in memory) / GB
-    on_device = max(stage.on_device for stage in memory) / GB
+    on_device = fullest if device.generation == CPU else max(stage.on_device for stage in memory) / GB
     waiting = max(0.0, pipeline.total - compute - tp - sharded_total)
     shares = {"compute": compute, "tp": tp, "pp": waiting, "dp": exposed}
     share = {name: seconds / step for name, seconds in shares.items()}
@@ -223,6 +224,9 @@ def _data_parallel(
         total = 2 * reduce + (gather if layout.zero_stage else 0.0)
         return total, total
     total = reduce + gather
-    # Reduced behind the last backward, gathered behind the first forward; what hides still costs a little.
-    hidden = min(reduce, backward) + (min(gather, forward) if layout.zero_stage else 0.0)
+    # Reduced behind the last backward, gathered behind the first forward; what hides still costs a little. Of several
+    # chunks, one is done with its last micro-batch a round of p micro-batches before the next.
+    v, round_size = layout.virtual_stages, min(layout.pipeline_parallel, layout.micro_batches)
+    rounds = (1 + (v - 1) * round_size) / v
+    hidden = min(reduce, rounds * backward) + (min(gather, rounds * forward) if layout.zero_stage else 0.0)
     return total, total - hidden * (1 - links.constants.overlap_cost)

@@ -36,22 +36,23 @@ class Kernels:
     def _memory_speed(self) -> float:
         return self.device.hbm_GBps * 1e9 * self.constants.hbm
 
-    def matmul(self, m: float, n: float, k: float, count: int = 1) -> float:
-        """``count`` products of (m x k) with (k x n) matrices."""
+    def matmul(self, m: float, n: float, k: float, count: int = 1, batched: bool = False) -> float:
+        """``count`` products of (m x k) with (k x n) matrices; ``batched``: of many small ones in a larger tensor."""
         if self.fp8 and self.device.fp8_tflops:
             speed, width = self.device.fp8_tflops * 1e12 * self.constants.gemm_fp8, 1
         else:
             speed, width = self.device.tflops * 1e12 * self.constants.gemm * min(1.0, 16 / self.bits), self.bits // 8
         shape = filling(m, n, self.device.sms) * _falloff(min(m, n, k), self.constants.gemm_half_size)
-        if any(side % 64 for side in (n, k)):
+        if not batched and any(side % 64 for side in (n, k)):
             shape *= self.constants.misaligned
         compute = 2.0 * m * n * k / (speed * shape)
         memory = (width * (m * k + k * n) + 2 * m * n) / self._memory_speed
         return count * max(compute, memory, self.constants.launch_us * 1e-6)
 
-    def attention(self, flops: float) -> float:
-        """Fused attention that does ``flops`` operations."""
-        return flops / (self.device.tflops * 1e12 * self.constants.attention * min(1.0, 16 / self.bits))
+    def attention(self, flops: float, native: bool) -> float:
+        """Fused attention that does ``flops`` operations, by a kernel written for this generation or an older one."""
+        speed = self.constants.attention * (1.0 if native else self.constants.portable_attention)
+        return flops / (self.device.tflops * 1e12 * speed * min(1.0, 16 / self.bits))
 
     def moving(self, num_bytes: float, kernels: int = 1) -> float:
         """Work that only reads and writes ``num_bytes`` in all."""

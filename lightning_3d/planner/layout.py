@@ -73,6 +73,8 @@ class Layout:
     """Whether 16-bit gradients stay beside the float32 ones (DeepSpeed's BF16Optimizer)."""
     flash_attention: bool = True
     """Whether attention is one fused kernel, which keeps no scores."""
+    native_attention: bool = False
+    """Whether that kernel is written for the GPU's generation (cuDNN, FlashAttention-3), not FlashAttention-2."""
     fused_elementwise: bool = False
     """Whether norms, activations and residuals are fused (``torch.compile``, Megatron), not a kernel each."""
     fused_loss: bool = False

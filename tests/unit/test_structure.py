@@ -27,7 +27,7 @@ LAYERS = """
     strategy
     trainer
     precision
-    planner.reading
+    planner.reading  planner.calibration
     checkpoint  planner  monitor
     pipeline
     sharding
