@@ -59,7 +59,7 @@ def main(args: list[str]) -> int:
         all_schedules=given.all_schedules, tp_across_nodes=given.tp_across_nodes,
     )  # fmt: skip
     if given.write is not None:
-        _write(given.write, recipe(found, job.title, job.model_entry, job.data_entry, given.write.name))
+        _write(given.write, recipe(found, job.title, job.recipe, given.write.name))
     if given.html is not None:
         _write(given.html, page(found, job.title, given.top))
     if given.json:
@@ -116,38 +116,36 @@ class _Job:
         if (given.model is None) == (given.config is None):
             raise ConfigError("plan needs one of --model and --config.")
         self.cluster = Cluster.parse(given.cluster)
-        self.model_entry: Mapping[str, Any] | None = None
-        self.data_entry: Mapping[str, Any] | None = None
-        content = _recipe(given.config)
-        strategy = _section(_section(content, "trainer"), "strategy").get("init_args") or {}
-        data = content.get("data")
-        self.data_entry = data if isinstance(data, Mapping) else None
-        self.seq_len = given.seq_len or ((self.data_entry or {}).get("init_args") or {}).get("sequence_length")
-        self.title, self.shape = self._model(given, rest, content)
-        batch = given.global_batch or strategy.get("global_batch_size")
+        self.recipe: dict[str, Any] = _recipe(given.config)
+        """What the user's recipe has, or what follows from ``--model``."""
+        trainer = _section(self.recipe, "trainer")
+        strategy = _section(_section(trainer, "strategy"), "init_args")
+        self.seq_len = given.seq_len or _section(_section(self.recipe, "data"), "init_args").get("sequence_length")
+        self.title, self.shape = self._model(given, rest)
+        batch = strategy.get("global_batch_size") if given.global_batch is None else given.global_batch
         if batch is None:
             raise ConfigError("plan needs --global-batch: samples of an optimizer step over all replicas.")
         self.global_batch = int(batch)
         self.fixed = {field: getattr(given, name[2:].replace("-", "_")) for name, (field, _) in _OPTIONS.items()}
         self.fixed["schedule"] = given.schedule.split(",") if given.schedule else None
         self.fixed["activation_checkpointing"] = _recomputations(given.recompute)
-        self.fixed["precision"] = given.precision or _section(content, "trainer").get("precision")
-        self.fixed = {name: value for name, value in self.fixed.items() if value is not None}
+        self.fixed["precision"] = given.precision or trainer.get("precision")
+        self.fixed = {
+            name: value[0] if isinstance(value, list) and len(value) == 1 else value
+            for name, value in self.fixed.items()
+            if value is not None
+        }
 
-    def _model(
-        self, given: argparse.Namespace, rest: Sequence[str], content: Mapping[str, Any]
-    ) -> tuple[str, ModelShape]:
+    def _model(self, given: argparse.Namespace, rest: Sequence[str]) -> tuple[str, ModelShape]:
         if given.config is not None:
-            model = content.get("model")
-            self.model_entry = {"class_path": model} if isinstance(model, str) else model
             return Path(given.config).name, self._read_off(["--config", given.config, *rest])
         path = Path(given.model)
         if path.suffix == ".json" or (path / "config.json").is_file():
-            self.model_entry = {
+            self.recipe["model"] = {
                 "class_path": "lightning_3d.models.CausalLM",
                 "init_args": {"config": str(path.parent if path.name == "config.json" else path)},
             }
-            return str(path), _shape_of_file(path if path.is_file() else path / "config.json", self.seq_len)
+            return str(path), _shape_of_file(path / "config.json" if path.is_dir() else path, self.seq_len)
         try:
             changes = {} if self.seq_len is None else {"seq_len": self.seq_len}
             return given.model, preset(given.model, **changes)
@@ -155,7 +153,7 @@ class _Job:
             if "." not in given.model and ":" not in given.model:
                 raise
         arguments = dict(arg.removeprefix("--model.").split("=", 1) for arg in rest if "=" in arg)
-        self.model_entry = {"class_path": given.model, **({"init_args": arguments} if arguments else {})}
+        self.recipe["model"] = {"class_path": given.model, **({"init_args": arguments} if arguments else {})}
         return given.model, self._read_off(["--model", given.model, *rest])
 
     def _read_off(self, args: Sequence[str]) -> ModelShape:
@@ -177,7 +175,7 @@ class _Job:
         return shape
 
 
-def _recipe(path: str | None) -> Mapping[str, Any]:
+def _recipe(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     import yaml

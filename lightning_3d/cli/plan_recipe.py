@@ -9,17 +9,20 @@ import yaml
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.planner import ModelShape, Plan
+from lightning_3d.planner.gpus import CPU
 from lightning_3d.schedules import ENGINE_SCHEDULES
 
+STRATEGY = "lightning_3d.ThreeDStrategy"
 
-def recipe(found: Plan, title: str, model: Mapping[str, Any] | None, data: Mapping[str, Any] | None, name: str) -> str:
+
+def recipe(found: Plan, title: str, given: Mapping[str, Any], name: str) -> str:
     """The text of a recipe for the first layout of a plan, with what is predicted and how to launch it in its head.
 
     Args:
         found: The plan.
         title: What the model was called.
-        model: Entry of the user's model; without one a model of Hugging Face with this shape is described.
-        data: Entry of the user's data; without one files of tokens, whose path is to be filled in.
+        given: What the user's recipe has; sizes are put into it, and what is missing is filled in: a model of Hugging
+            Face with this shape, and files of tokens, whose path has to be set.
         name: Of the file, for the commands.
 
     Raises:
@@ -46,21 +49,24 @@ def recipe(found: Plan, title: str, model: Mapping[str, Any] | None, data: Mappi
     }
     if layout.reduce_dtype != "float32":
         options["reduce_dtype"] = layout.reduce_dtype
-    content = {
-        "seed_everything": 42,
-        "trainer": {
-            "accelerator": "cpu" if cluster.device.generation == "cpu" else "gpu",
-            "num_nodes": cluster.num_nodes,
-            "devices": cluster.ranks_per_node,
-            "precision": layout.precision,
-            "max_steps": 100_000,
-            "gradient_clip_val": 1.0,
-            "strategy": {"class_path": "lightning_3d.ThreeDStrategy", "init_args": options},
-        },
-        "model": dict(model) if model is not None else _model(found.shape),
-        "data": dict(data) if data is not None else _data(found.shape),
+    trainer = dict(given.get("trainer") or {"max_steps": 100_000, "gradient_clip_val": 1.0})
+    trainer |= {
+        "accelerator": "cpu" if cluster.device.generation == CPU else "gpu",
+        "num_nodes": cluster.num_nodes,
+        "devices": cluster.ranks_per_node,
+        "precision": layout.precision,
+        "strategy": {"class_path": STRATEGY, "init_args": {**_kept(trainer.get("strategy")), **options}},
     }
+    content = {"seed_everything": 42, **given, "trainer": trainer}
+    content.setdefault("model", _model(found.shape))
+    content.setdefault("data", _data(found.shape))
     return _head(found, title, name) + "\n" + yaml.safe_dump(content, sort_keys=False, width=110)
+
+
+def _kept(strategy: Any) -> Mapping[str, Any]:
+    """Options of the user's own that sizes do not touch."""
+    options = strategy.get("init_args") if isinstance(strategy, Mapping) else None
+    return {key: value for key, value in (options or {}).items() if key not in ("num_micro_batches", "pipeline_split")}
 
 
 def _head(found: Plan, title: str, name: str) -> str:
@@ -79,7 +85,7 @@ def _head(found: Plan, title: str, name: str) -> str:
         f"  time on the busiest stage: {share}.",
         *(f"Mind: {warning}" for warning in found.warnings),
         "",
-        "Before the first start: set data.init_args (files of tokens), learning rate and max_steps.",
+        "Before the first start: look through data, learning rate and max_steps.",
         "",
         "torchrun, on every node, with HOST one of them:",
         f"  torchrun {nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 --rdzv-id=train \\",
