@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -14,22 +16,40 @@ from lightning_3d.dry_run.comparison import GB, Comparison
 _MOMENTS = 12
 
 
+@dataclass(frozen=True)
+class _Unit:
+    """In what sizes are told."""
+
+    name: str
+    size: float
+
+    @classmethod
+    def of(cls, found: DryRun) -> _Unit:
+        return cls("GB", GB) if found.fullest.peak_bytes >= GB / 10 else cls("MB", 1e6)
+
+    def of_bytes(self, number: float) -> str:
+        return f"{number / self.size:.2f}" if number >= self.size / 100 or not number else f"{number / self.size:.1g}"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.size:.0e} bytes)".replace("e+0", "e")
+
+
 def render(found: DryRun, against: Comparison) -> None:
     """Print it."""
-    console = Console(width=None, soft_wrap=True, highlight=False)
+    console = Console(width=160, highlight=False)
     console.print(str(found.layout), markup=False)
     console.print(f"{found.samples} samples per replica and step, in micro-batches of {found.micro_batch}\n")
     _memory(console, found, against)
     _work(console, found)
-    _timeline(console, found.fullest)
+    _timeline(console, found.fullest, _Unit.of(found))
     _comparison(console, found, against)
     _notes(console, found)
 
 
 def _memory(console: Console, found: DryRun, against: Comparison) -> None:
-    room = against.gpu_bytes
+    room, unit = against.gpu_bytes, _Unit.of(found)
     kinds = [kind for kind in KINDS if any(stage.memory.get(kind) for stage in found.stages)]
-    table = Table(title="Memory at the fullest moment, in GB (1e9 bytes)", title_justify="left")
+    table = Table(title=f"Memory at the fullest moment, in {unit}", title_justify="left", box=SIMPLE)
     for name in ("stage", "rank", "blocks", "parameters", "kept"):
         table.add_column(name, justify="right")
     for kind in kinds:
@@ -43,8 +63,8 @@ def _memory(console: Console, found: DryRun, against: Comparison) -> None:
             str(len(stage.blocks)),
             _count(stage.parameters),
             _count(stage.kept_parameters),
-            *(_gb(stage.memory.get(kind, 0)) for kind in kinds),
-            _gb(stage.peak_bytes),
+            *(unit.of_bytes(stage.memory.get(kind, 0)) for kind in kinds),
+            unit.of_bytes(stage.peak_bytes),
             f"{stage.peak_bytes / room:.0%}" if room else stage.record.peak.when,
         )
     console.print(table)
@@ -57,8 +77,9 @@ def _memory(console: Console, found: DryRun, against: Comparison) -> None:
 
 
 def _work(console: Console, found: DryRun) -> None:
-    table = Table(title="One optimizer step of a rank", title_justify="left")
-    for name in ("stage", "TFLOP", "axis", "operation", "ranks", "times", "GB", "GB sent on a ring"):
+    unit = _Unit.of(found)
+    table = Table(title="One optimizer step of a rank", title_justify="left", box=SIMPLE)
+    for name in ("stage", "TFLOP", "axis", "operation", "ranks", "times", unit.name, f"{unit.name} sent on a ring"):
         table.add_column(name, justify="right")
     for stage in _telling(found):
         head = (str(stage.stage), f"{stage.record.work.flops / 1e12:.4g}")
@@ -69,8 +90,8 @@ def _work(console: Console, found: DryRun) -> None:
                 message["operation"],
                 str(message["ranks"]),
                 str(message["count"]),
-                _gb(message["bytes"]),
-                _gb(message["sent_bytes"]),
+                unit.of_bytes(message["bytes"]),
+                unit.of_bytes(message["sent_bytes"]),
             )
             head = ("", "")
         if head[0]:
@@ -87,16 +108,17 @@ def _telling(found: DryRun) -> list[StageReport]:
     return seen
 
 
-def _timeline(console: Console, stage: StageReport) -> None:
+def _timeline(console: Console, stage: StageReport, unit: _Unit) -> None:
     moments = stage.record.timeline
     if not moments:
         return
     top = max(held for _, held in moments) or 1
     step = max(1, len(moments) // _MOMENTS)
-    console.print(f"\nMemory of stage {stage.stage} over the step ({stage.record.micro_batches_run} micro-batches run)")
+    run = f"{stage.record.micro_batches_run} micro-batches run"
+    console.print(f"\nMemory of stage {stage.stage} over the step, in {unit.name} ({run})")
     for start in range(0, len(moments), step):
         name, held = max(moments[start : start + step], key=lambda item: item[1])
-        console.print(f"  {name:<28.28} {_gb(held):>9} {'#' * round(40 * held / top)}", markup=False)
+        console.print(f"  {name:<28.28} {unit.of_bytes(held):>9} {'#' * round(40 * held / top)}", markup=False)
 
 
 def _comparison(console: Console, found: DryRun, against: Comparison) -> None:
@@ -104,18 +126,21 @@ def _comparison(console: Console, found: DryRun, against: Comparison) -> None:
         console.print(f"\n{against.note}", markup=False)
     if not against.estimated:
         return
-    table = Table(title="\nDry run (and the planner's estimate), GB", title_justify="left")
+    unit = _Unit.of(found)
+    table = Table(title=f"\nDry run (and the planner's estimate), {unit.name}", title_justify="left", box=SIMPLE)
     table.add_column("stage", justify="right")
     kinds = list(against.found[0])
     for kind in kinds:
         table.add_column(kind, justify="right")
     table.add_column("total", justify="right")
     for stage, here, there in zip(found.stages, against.found, against.estimated, strict=True):
-        cells = [f"{_gb(here[kind])} ({_gb(there[kind])})" for kind in kinds]
-        table.add_row(str(stage.stage), *cells, f"{_gb(sum(here.values()))} ({_gb(sum(there.values()))})")
+        cells = [f"{unit.of_bytes(here[kind])} ({unit.of_bytes(there[kind])})" for kind in kinds]
+        table.add_row(
+            str(stage.stage), *cells, f"{unit.of_bytes(sum(here.values()))} ({unit.of_bytes(sum(there.values()))})"
+        )
     console.print(table)
     if against.step_time_s is not None:
-        console.print(f"The planner's step on these GPUs: {against.step_time_s:.2f} s")
+        console.print(f"The planner's step on these GPUs: {against.step_time_s:.3g} s")
 
 
 def _notes(console: Console, found: DryRun) -> None:
@@ -127,10 +152,6 @@ def _notes(console: Console, found: DryRun) -> None:
     if reads:
         lines: Sequence[str] = [f"{line} ({count} times)" for line, count in sorted(reads.items())]
         console.print(f"\nValues that were read, and taken to be zero: {', '.join(lines)}", markup=False)
-
-
-def _gb(size: float) -> str:
-    return f"{size / GB:.2f}" if size >= GB else f"{size / GB:.4g}"
 
 
 def _count(number: int) -> str:

@@ -93,7 +93,8 @@ def dry_run(job: Job, stages: Sequence[int] | None = None, rank: int | None = No
     wishes = unwrap(job.module)
     materialise(job.module, torch.device("cpu"), parameters=False)
     blueprint = draw(job.module, config, sizes, wishes)
-    layout = describe(job.module, blueprint.chunks, config, sizes)
+    described = job.config.replace(num_micro_batches=pieces.count, micro_batch_size=None)
+    layout = describe(job.module, blueprint.chunks, described, sizes)
     [found] = in_forks([lambda: survey(job.trainer, job.module, config, sizes, job.batch, blueprint)], 1, limit_s)
     place = {stage: stage * sizes.dp * sizes.tp for stage in range(sizes.pp)}
     if rank is not None:

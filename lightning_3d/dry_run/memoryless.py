@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-import lightning_3d
 from lightning_3d.errors import ConfigError
 from lightning_3d.placeholder import Placeholder
 
@@ -31,7 +30,7 @@ _LEAST = 16
 ASKS_DEVICE = torch.ops.prim.device.default
 """How torch asks a tensor without memory where it is."""
 
-_PACKAGES = (str(Path(lightning_3d.__file__).parent), str(Path(torch.__file__).parent))
+_PASSED_BY = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 
 class Memoryless(TorchDispatchMode):
@@ -105,16 +104,9 @@ class Memoryless(TorchDispatchMode):
 
 
 def user_line() -> str:
-    """The innermost line of code that is neither torch's nor ours, else the innermost of ours."""
-    frames = traceback.extract_stack()
-    outside = [frame for frame in frames if not frame.filename.startswith(_PACKAGES)]
-    ours = [frame for frame in frames if frame.filename.startswith(_PACKAGES[0])]
-    frame = (outside if _is_called_by_user(outside, ours) else ours)[-1]
-    return f"{os.path.relpath(frame.filename)}:{frame.lineno}"
-
-
-def _is_called_by_user(outside: list[Any], ours: list[Any]) -> bool:
-    return bool(outside) and "lightning" not in outside[-1].filename and "site-packages" not in outside[-1].filename
+    """The innermost line of code that is neither torch's nor the dry run's."""
+    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(_PASSED_BY)]
+    return f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno}"
 
 
 def _announced(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
