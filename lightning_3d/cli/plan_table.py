@@ -9,7 +9,7 @@ from lightning_3d.planner import Candidate, Layout, Plan
 from lightning_3d.planner.explain import recomputation
 
 HEADINGS = (
-    "", "tp", "pp", "dp", "schedule", "micro-batches", "zero", "recompute", "GB/GPU", "step s", "tok/s/GPU", "MFU",
+    "", "tp", "pp", "dp", "schedule", "m × b", "zero", "recompute", "GB/GPU", "step s", "tok/s/GPU", "MFU",
     "bubble", "kernels", "tp", "pp", "dp",
 )  # fmt: skip
 _WIDTH = 118
@@ -43,10 +43,10 @@ def lines(found: Plan, title: str, top: int) -> list[str]:
     ]
     if rest:
         text.append(f"   and {len(rest)} more sizes, up to {rest[-1].estimate.step_time_s:.2f} s (--top, --json)")
-    text.append(
-        "GB/GPU: as nvidia-smi shows it, fullest rank. MFU: model FLOPs of the dense peak. Bubble: idle time of"
-    )
-    text.append("stages, of the total. kernels, tp, pp, dp: share of the step on the busiest stage (pp is waiting).")
+    text += [
+        "m × b: m micro-batches of b samples. v: chunks per stage. GB/GPU: as nvidia-smi shows it, fullest rank. Bubble:",
+        "idle time of stages, of the total. kernels, tp, pp, dp: time of the busiest stage; pp is waiting.",
+    ]
     if len(shown) > 1:
         text += ["", "Why not the others"]
         text += _reasons([(f"{index:>2}", candidate.why) for index, candidate in enumerate(shown[1:], 2)])
