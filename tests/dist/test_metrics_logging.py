@@ -61,6 +61,7 @@ class Options(Tokens):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         value = batch.double()
+        self.log("val_loss", self.loss(batch))
         self.log("val_mean", value.mean(), sync_dist=True)
         self.log("val_total", value.sum(), reduce_fx="sum", sync_dist=True)
         self.log("val_step", value.mean(), on_step=True, on_epoch=False)
