@@ -89,6 +89,11 @@ def _parser() -> argparse.ArgumentParser:
         add(name, type=_sizes, metavar="N[,N...]", help=f"{text} (default: all that are legal)")
     add("--recompute", metavar="HOW[,HOW...]", help="none, full, or every k-th block, to choose from")
     add("--schedule", metavar="NAME[,NAME...]", help="schedules to choose from")
+    add(
+        "--no-sequence-parallel",
+        action="store_true",
+        help="for models that the strategy does not cut along the sequence",
+    )
     add("--all-schedules", action="store_true", help="also those that can be simulated but not trained with yet")
     add("--tp-across-nodes", action="store_true", help="also tensor parallelism wider than a node")
     add("--reserve-gb", type=float, metavar="GB", help="memory of a GPU that stays free (default 3 %%)")
@@ -128,6 +133,7 @@ class _Job:
         self.global_batch = int(batch)
         self.fixed = {field: getattr(given, name[2:].replace("-", "_")) for name, (field, _) in _OPTIONS.items()}
         self.fixed["schedule"] = given.schedule.split(",") if given.schedule else None
+        self.fixed["sequence_parallel"] = False if given.no_sequence_parallel else None
         self.fixed["activation_checkpointing"] = _recomputations(given.recompute)
         self.fixed["precision"] = given.precision or trainer.get("precision")
         self.fixed = {

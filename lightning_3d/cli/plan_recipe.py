@@ -47,6 +47,8 @@ def recipe(found: Plan, title: str, given: Mapping[str, Any], name: str) -> str:
         "loss_parallel": layout.loss_parallel and layout.tensor_parallel > 1,
         "activation_checkpointing": layout.activation_checkpointing,
     }
+    if cluster.ranks_per_node % layout.tensor_parallel:
+        options["allow_tp_across_nodes"] = True  # NVLink may reach further than a node
     if layout.reduce_dtype != "float32":
         options["reduce_dtype"] = layout.reduce_dtype
     trainer = dict(given.get("trainer") or {"max_steps": 100_000, "gradient_clip_val": 1.0})

@@ -44,8 +44,8 @@ def lines(found: Plan, title: str, top: int) -> list[str]:
     if rest:
         text.append(f"   and {len(rest)} more sizes, up to {rest[-1].estimate.step_time_s:.2f} s (--top, --json)")
     text += [
-        "m × b: m micro-batches of b samples. v: chunks per stage. GB/GPU: as nvidia-smi shows it, fullest rank. Bubble:",
-        "idle time of stages, of the total. kernels, tp, pp, dp: time of the busiest stage; pp is waiting.",
+        "m × b: m micro-batches of b samples. v: chunks per stage. GB/GPU: as nvidia-smi shows it, fullest rank.",
+        "Bubble: idle time of stages, of the total. kernels, tp, pp, dp: time of the busiest stage; pp is waiting.",
     ]
     if len(shown) > 1:
         text += ["", "Why not the others"]

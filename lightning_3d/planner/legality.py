@@ -152,7 +152,9 @@ def layouts(
     """For each ZeRO stage the layouts from no recomputation to recomputing all."""
     name, v = pipeline
     replicas = sizes.dp * sizes.cp
-    sequence_parallel = sizes.tp > 1 and shape.seq_len % (sizes.tp * sizes.cp) == 0
+    # BLOOM's blocks hand on a bias per head and token (alibi), which the strategy does not cut along the sequence.
+    cuttable = shape.seq_len % (sizes.tp * sizes.cp) == 0 and not shape.embedding_norm
+    sequence_parallel = sizes.tp > 1 and cuttable
     rest = {name: value for name, value in fixed.items() if name not in SEARCHED}
     if sizes.pp > 1 and SCHEDULES.get(name) is not None:
         rest.setdefault("pipeline_split", balanced_split(shape, sizes.pp, v))

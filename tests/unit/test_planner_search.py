@@ -167,6 +167,14 @@ def test_what_is_fixed_stays_and_several_values_are_chosen_from() -> None:
     assert {c.layout.data_parallel for c in small_plan(fixed={"data_parallel": 4}).ranking} == {4}
 
 
+def test_sequences_are_cut_under_tensor_parallelism_where_the_strategy_can() -> None:
+    options = {"fixed": {"tensor_parallel": 8, "pipeline_parallel": 16}}
+    cluster = Cluster.parse("a100-80g:48x8")
+    for name, cut in (("gpt3-175b", True), ("bloom-176b", False)):
+        assert plan(preset(name), cluster, 2304, **options).best.layout.sequence_parallel is cut  # type: ignore[arg-type]
+    assert not small_plan(fixed={"tensor_parallel": 1}).best.layout.sequence_parallel
+
+
 def test_schedules_without_an_engine_are_recommended_only_if_asked_for() -> None:
     options = {"fixed": {"pipeline_parallel": 8, "tensor_parallel": 1, "micro_batch_size": 2}}
     assert small_plan(**options).best.layout.schedule_name in ENGINE_SCHEDULES
