@@ -161,7 +161,8 @@ def test_tensor_parallel_bytes_are_those_of_activations() -> None:
     assert two.tp_s == pytest.approx(one.tp_s, rel=0.05)  # half as many messages of twice the bytes: less latency
     assert wide.tp_s == pytest.approx(one.tp_s)
     recomputed = estimate(GPT3, A100, TYPICAL)
-    assert recomputed.tp_s / one.tp_s == pytest.approx(1.5, abs=0.02)  # the two forward ones once more
+    # The two forward ones once more; those of the embedding and the head are not recomputed.
+    assert 1.45 < recomputed.tp_s / one.tp_s < 1.5
 
 
 # Kernels.
@@ -196,7 +197,8 @@ def test_recomputation_costs_a_third_at_most() -> None:
 
 def test_gpipe_has_the_bubble_of_1f1b_and_more_memory() -> None:
     one, other = estimate(GPT3, A100, TYPICAL), estimate(GPT3, A100, changed(schedule="gpipe"))
-    assert other.bubble_fraction == pytest.approx(one.bubble_fraction, abs=0.01)
+    # But for messages, which 1F1B waits for also between its warm-up and its end.
+    assert other.bubble_fraction == pytest.approx(one.bubble_fraction, abs=0.02)
     assert other.memory_gb > 2 * one.memory_gb
 
 
