@@ -76,8 +76,6 @@ class Case:
     layouts: tuple[Mesh, ...] = LAYOUTS
     replicas: bool = False
     """Whether replicas are where it may go wrong; at eight ranks the other cases are left to ``make test-long``."""
-    alone: bool = False
-    """Whether it ends the processes that it runs in, so that those after it need new ones."""
 
     def __str__(self) -> str:
         return self.name

@@ -42,7 +42,7 @@ MODULE_HOOKS = (
 CALLBACK_HOOKS = tuple(
     sorted(name for name in vars(Callback) if not name.startswith("_") and callable(getattr(Callback, name)))
 )
-_METRICS_AT = ("batch_end", "_end", "on_save_checkpoint", "on_sanity_check_end")
+_METRICS_AT = ("_end", "on_save_checkpoint")
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _UNTOLD = ("does not have many workers", "isinstance(treespec, LeafSpec)", "micro-batches per step for")
 """Warnings about the machine, inside of Lightning, and of the bubble that batches of a test leave."""
