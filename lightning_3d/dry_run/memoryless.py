@@ -30,7 +30,8 @@ _LEAST = 16
 ASKS_DEVICE = torch.ops.prim.device.default
 """How torch asks a tensor without memory where it is."""
 
-_PASSED_BY = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+_TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+_MODELS = f"{_OURS}{os.sep}models"
 
 
 class Memoryless(TorchDispatchMode):
@@ -104,9 +105,15 @@ class Memoryless(TorchDispatchMode):
 
 
 def user_line() -> str:
-    """The innermost line of code that is neither torch's nor the dry run's."""
-    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(_PASSED_BY)]
-    return f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno}"
+    """The innermost line of code that is neither torch's nor ours."""
+    names = [(frame.filename, frame.lineno) for frame in traceback.extract_stack()]
+    outside = [
+        (name, line)
+        for name, line in names
+        if not name.startswith(_TORCH) and (not name.startswith(_OURS) or name.startswith(_MODELS))
+    ]
+    name, line = outside[-1]
+    return f"{os.path.relpath(name)}:{line}"
 
 
 def _announced(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
