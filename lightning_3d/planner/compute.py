@@ -131,7 +131,7 @@ class LayerModel:
             # Inputs of the products are cast, and their transposes kept for the backward.
             inside += 3 * self.tokens * (2 * shape.hidden + width * passed / self.layout.tensor_parallel)
         known = self.kernels.constants
-        traffic = known.elementwise if self.layout.fused_elementwise else known.elementwise_eager
+        traffic = known.elementwise if self.layout.fuses_elementwise else known.elementwise_eager
         return self.kernels.moving((outside + inside) * traffic, 8)
 
     def _collectives(self, moe: bool) -> float:

@@ -75,8 +75,9 @@ class Layout:
     """Whether attention is one fused kernel, which keeps no scores."""
     native_attention: bool = False
     """Whether that kernel is written for the GPU's generation (cuDNN, FlashAttention-3), not FlashAttention-2."""
-    fused_elementwise: bool = False
-    """Whether norms, activations and residuals are fused (``torch.compile``, Megatron), not a kernel each."""
+    fused_elementwise: bool | None = None
+    """Whether norms, activations and residuals are fused (``torch.compile``, Megatron), not a kernel each; ``None``:
+    under fp8 only, whose libraries bring such kernels."""
     fused_loss: bool = False
     """Whether the loss works in place on its logits, instead of keeping float32 copies of them."""
     overlap_grad_reduce: bool = True
@@ -141,6 +142,11 @@ class Layout:
     def schedule_name(self) -> str:
         """The schedule, never ``None``."""
         return self.schedule or "1f1b"
+
+    @property
+    def fuses_elementwise(self) -> bool:
+        """Whether elementwise work is fused."""
+        return self.precision == "fp8" if self.fused_elementwise is None else self.fused_elementwise
 
     @property
     def communicates_each_micro_batch(self) -> bool:
