@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_3d.dry_run.job import Job
-from lightning_3d.dry_run.report import DryRun
+from lightning_3d.dry_run.report import DryRun, StageReport
 from lightning_3d.errors import ThreeDError
 from lightning_3d.planner import Cluster, Layout, ModelShape, estimate
 from lightning_3d.planner.memory import stage_memory
@@ -53,10 +53,8 @@ class Comparison:
 
 def compare(job: Job, found: DryRun, cluster: Cluster | None) -> Comparison:
     """Put ``found`` beside the planner's estimate for the same shape and layout, and beside the GPU of ``cluster``."""
-    measured = tuple(
-        {kind: float(sum(stage.memory.get(name, 0) for name in names)) for kind, names in _SAME.items()}
-        for stage in found.stages
-    )
+    is_mixed = str(job.trainer.precision_plugin.precision).endswith("mixed")
+    measured = tuple(_by_planner_kind(stage, is_mixed) for stage in found.stages)
     estimated: tuple[Mapping[str, float], ...] = ()
     note, step_time = "", None
     try:
@@ -85,6 +83,15 @@ def compare(job: Job, found: DryRun, cluster: Cluster | None) -> Comparison:
         fits=fits,
         why=why,
     )
+
+
+def _by_planner_kind(stage: StageReport, is_mixed: bool) -> dict[str, float]:
+    kinds = {kind: float(sum(stage.memory.get(name, 0) for name in names)) for kind, names in _SAME.items()}
+    if is_mixed and stage.memory.get("gathered parameters"):  # the float32 shards are the optimizer's
+        kept = float(stage.memory.get("parameters", 0))
+        kinds["parameters"] -= kept
+        kinds["optimizer"] += kept
+    return kinds
 
 
 def layout_of(job: Job, found: DryRun) -> Layout:
