@@ -12,7 +12,7 @@ from lightning_3d.trainer.late_modules import LateModules
 def test_what_comes_or_is_replaced_next_to_the_parameters_is_noticed_once() -> None:
     module = LightningModule()
     module.layers = nn.ModuleList([nn.Linear(2, 2)])
-    module.tracker = MetricTracker(MeanMetric())
+    module.tracker = MetricTracker(MeanMetric(), maximize=False)
     module.named = nn.ModuleDict()
     late = LateModules(module)
     assert not late.changed()
