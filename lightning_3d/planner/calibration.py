@@ -18,6 +18,7 @@ from lightning_3d.planner.constants import constants
 from lightning_3d.planner.gpus import CPU, gpu
 from lightning_3d.planner.kernels import filling
 
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _SECONDS = 0.3
 """That a kernel is repeated for."""
 
@@ -147,13 +148,13 @@ def _gather_seconds(elements: int, ranks: int, device: torch.device) -> float:
     piece = torch.zeros(elements, device=device)
     whole = torch.empty(elements * ranks, device=device)
     for _ in range(2):
-        dist.all_gather_into_tensor(whole, piece)
+        _gather(whole, piece)
     best = float("inf")
     for _ in range(5):
         dist.barrier()
         _wait(device)
         start = time.perf_counter()
-        dist.all_gather_into_tensor(whole, piece)
+        _gather(whole, piece)
         _wait(device)
         best = min(best, time.perf_counter() - start)
     # The slowest rank's time is that of the ring.
