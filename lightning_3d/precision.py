@@ -24,7 +24,7 @@ from lightning_3d.mesh import Mesh
 from lightning_3d.placeholder import is_placeholder
 from lightning_3d.sharding import OwnedParameter, clip_by_norm, clip_by_value, has_nonfinite, nonfinite_gradients
 from lightning_3d.sharding.loss_scale import LossScaler
-from lightning_3d.sharding.optimizer import is_element_wise, local_step
+from lightning_3d.sharding.optimizer import local_step, steps_on_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +242,7 @@ class ThreeDPrecision(Precision):
         self, optimizer: Optimizable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         self.step_skipped = False
-        if not is_element_wise(optimizer):  # type: ignore[arg-type]
+        if not steps_on_parts(optimizer):  # type: ignore[arg-type]
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         # The closure runs first and not inside the step: while it runs, user code must see the optimizer as it is.
         result = self._wrap_closure(model, optimizer, closure)

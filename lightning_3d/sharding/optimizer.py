@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_3d.attributes import share_attributes
 from lightning_3d.placeholder import is_placeholder
+from lightning_3d.sharding import adafactor
 from lightning_3d.sharding.reducer import like_parameter, local_of
 
 ELEMENT_WISE: tuple[type[Optimizer], ...] = (
@@ -36,8 +37,17 @@ ELEMENT_WISE: tuple[type[Optimizer], ...] = (
 
 def is_element_wise(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` is one of :data:`ELEMENT_WISE`, or a subclass that changes no more than its constructor."""
+    return _is_one_of(ELEMENT_WISE, optimizer)
+
+
+def steps_on_parts(optimizer: Optimizer) -> bool:
+    """Whether :func:`local_step` lets ``optimizer`` step on parts of parameters as it would on whole ones."""
+    return _is_one_of((*ELEMENT_WISE, optim.Adafactor), optimizer)
+
+
+def _is_one_of(kinds: tuple[type[Optimizer], ...], optimizer: Optimizer) -> bool:
     mro = type(optimizer).__mro__
-    known = next((cls for cls in mro if cls in ELEMENT_WISE), None)
+    known = next((cls for cls in mro if cls in kinds), None)
     if known is None:
         return False
     names = {name for cls in mro[: mro.index(known)] for name in vars(cls)}
@@ -65,11 +75,15 @@ def local_step(optimizer: Optimizer) -> Iterator[None]:
     """Within, an element-wise ``optimizer`` holds plain tensors: this rank's parts of parameters, gradients, states.
 
     Outside it holds the model's parameters and states placed as they are, the same objects at every step, for LR
-    schedulers, checkpoints and user code. Placeholder parameters are left out. Other optimizers are left alone and
-    work on DTensors.
+    schedulers, checkpoints and user code. Placeholder parameters are left out. Adafactor steps with the means and
+    norms of whole parameters. Other optimizers are left alone and work on DTensors.
     """
-    if not is_element_wise(optimizer) or not _needs_help(optimizer):
+    if not steps_on_parts(optimizer) or not _needs_help(optimizer):
         yield
+        return
+    if isinstance(optimizer, optim.Adafactor):
+        with _adafactor_step(optimizer):
+            yield
         return
     twins = _TWINS.setdefault(optimizer, {})
     public_state = optimizer.state
@@ -96,6 +110,24 @@ def local_step(optimizer: Optimizer) -> Iterator[None]:
             else:
                 local.grad = None
                 _leave(original, twins[original], states, public_state)
+
+
+@contextmanager
+def _adafactor_step(optimizer: optim.Adafactor) -> Iterator[None]:
+    """Within, torch's step hands each group to ours, at the place where it would collect the group's parameters.
+
+    It then has nothing left to do for the group, and everything around the step (hooks, counts of schedulers) stays.
+    """
+
+    def collect(group: dict[str, Any], *lists: list[Any]) -> bool:
+        adafactor.step_group(optimizer, group)
+        return False
+
+    vars(optimizer)["_init_group"] = collect
+    try:
+        yield
+    finally:
+        del vars(optimizer)["_init_group"]
 
 
 def _needs_help(optimizer: Optimizer) -> bool:

@@ -13,6 +13,7 @@ from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.lr_scaling import BatchScaledLR
 from lightning_3d.mesh import Mesh
+from lightning_3d.trainer.sampler import ReplicaBatchSampler
 
 
 def tell_schedulers(
@@ -31,8 +32,8 @@ def tell_schedulers(
         if scheduler.changes_with_steps and (item.interval != "step" or item.frequency != 1):
             raise ConfigError(
                 f"BatchScaledLR counts optimizer steps, but Lightning moves it every {item.frequency}"
-                f" {item.interval}(s), so warm-up and decay would last as many times longer. Return scheduler.configured() from"
-                " configure_optimizers, or {'scheduler': scheduler, 'interval': 'step'}."
+                f" {item.interval}(s), so warm-up and decay would last as many times longer. Return"
+                " scheduler.configured() from configure_optimizers, or {'scheduler': scheduler, 'interval': 'step'}."
             )
         told = config.global_batch_size
         if scheduler.global_batch_size is None:
@@ -61,10 +62,15 @@ def samples_per_step(trainer: pl.Trainer, mesh: Mesh) -> int:
     if len(loaders) != 1:
         raise _unknown(f"there are {len(loaders)} training loaders")
     loader: Any = loaders[0]
-    size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or getattr(loader, "batch_size", None)
+    sampler = getattr(loader, "batch_sampler", None)
+    replicas = mesh.dp.size
+    if isinstance(sampler, ReplicaBatchSampler):  # what it cuts are batches of all replicas
+        size, replicas = sampler.source.batch_size, 1
+    else:
+        size = getattr(sampler, "batch_size", None) or getattr(loader, "batch_size", None)
     if not isinstance(size, int) or isinstance(size, bool):
         raise _unknown("the training loader has no batch_size")
-    return size * mesh.dp.size * trainer.accumulate_grad_batches
+    return size * replicas * trainer.accumulate_grad_batches
 
 
 def _unknown(reason: str) -> ConfigError:

@@ -16,6 +16,7 @@ from lightning_3d.config import ParallelConfig, Sizes
 from lightning_3d.errors import ConfigError
 from lightning_3d.pipeline.blocks import find_block_lists, share_out
 from lightning_3d.schedules import bubble_fraction
+from lightning_3d.sharding.optimizer import steps_on_parts
 
 MICRO_BATCHES_PER_STAGE = 4
 """With fewer of them the bubble is worth a warning; the default of ``num_micro_batches``."""
@@ -30,6 +31,16 @@ def check_module(module: pl.LightningModule, config: ParallelConfig, sizes: Size
     check_steps(module, config, sizes.pp)
     if is_overridden("configure_model", module) or is_overridden("configure_sharded_model", module):
         return  # its layers do not exist yet
+    check_layers(module, config, sizes)
+
+
+def check_layers(module: pl.LightningModule, config: ParallelConfig, sizes: Sizes) -> None:
+    """The same of a module whose layers are all there.
+
+    Raises:
+        ConfigError, PlanError, StageError: if it cannot be laid out as asked.
+    """
+    check_steps(module, config, sizes.pp)
     num_chunks = sizes.pp * config.virtual_stages
     share_out(module, find_block_lists(module, config.pipeline_blocks, num_chunks), num_chunks, config.pipeline_split)
     lists = find_block_lists(module, config.pipeline_blocks)
@@ -104,7 +115,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], config: ParallelConfig, si
     """Refuse optimizers whose step needs more values at once than a rank holds.
 
     Raises:
-        ConfigError: for LBFGS, which needs all parameters, and for Adafactor, which needs whole ones.
+        ConfigError: for LBFGS, which needs all parameters, and for an Adafactor with another step than torch's.
     """
     is_cut = sizes.pp > 1 or sizes.tp > 1 or (sizes.dp > 1 and config.zero_stage > 0)
     if is_cut and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
@@ -114,12 +125,12 @@ def check_optimizers(optimizers: Sequence[Optimizer], config: ParallelConfig, si
             " optimizer, or pipeline_parallel=1, tensor_parallel=1 and zero_stage=0."
         )
     is_cut = sizes.tp > 1 or (sizes.dp > 1 and config.zero_stage > 0)
-    if is_cut and any(isinstance(optimizer, Adafactor) for optimizer in optimizers):
+    changed = [o for o in optimizers if isinstance(o, Adafactor) and not steps_on_parts(o)]
+    if is_cut and changed:
         raise ConfigError(
-            "torch.optim.Adafactor scales its step by norms of whole rows, columns and parameters, of which each rank"
-            f" holds a part here (tensor_parallel={sizes.tp}, zero_stage={config.zero_stage}), and torch cannot compute"
-            " its step on such parts. Use another optimizer, such as AdamW, or tensor_parallel=1 and zero_stage=0;"
-            " with a pipeline it works."
+            f"{type(changed[0]).__name__} changes the step of torch.optim.Adafactor, which scales by norms of whole"
+            f" rows, columns and parameters; each rank holds a part of them here (tensor_parallel={sizes.tp},"
+            f" zero_stage={config.zero_stage}). Use Adafactor itself, or tensor_parallel=1 and zero_stage=0."
         )
 
 

@@ -203,13 +203,18 @@ def test_lbfgs_trains_where_every_rank_holds_all_parameters() -> None:
     assert run_trainer(2, fault, WithLBFGS, {"zero_stage": 0}) == [("", "")] * 2
 
 
-@pytest.mark.parametrize(("sizes", "refused"), [((1, 1, 2), True), ((1, 2, 1), True), ((2, 1, 1), False)])
-def test_adafactor_is_refused_where_a_rank_holds_a_part_of_a_parameter(
-    sizes: tuple[int, int, int], refused: bool
-) -> None:
-    optimizer = torch.optim.Adafactor([torch.nn.Parameter(torch.ones(2, 2))])
-    with pytest.raises(ConfigError, match="Adafactor") if refused else nullcontext():
-        check_optimizers([optimizer], ParallelConfig(zero_stage=1), Sizes(*sizes))
+class OtherAdafactor(torch.optim.Adafactor):
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        super().step()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 2, 1), (2, 1, 1)], ids=str)
+def test_only_an_adafactor_with_another_step_is_refused_on_parts(sizes: tuple[int, int, int]) -> None:
+    for kind in (torch.optim.Adafactor, OtherAdafactor):
+        optimizer = kind([torch.nn.Parameter(torch.ones(2, 2))])
+        refused = kind is OtherAdafactor and sizes != (2, 1, 1)
+        with pytest.raises(ConfigError, match="OtherAdafactor changes the step") if refused else nullcontext():
+            check_optimizers([optimizer], ParallelConfig(zero_stage=1), Sizes(*sizes))
 
 
 def test_plugins_without_effect_are_refused_when_the_trainer_is_made() -> None:
