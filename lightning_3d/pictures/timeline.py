@@ -87,6 +87,12 @@ def _row_height(panel: Panel) -> float:
     return 26.0 if stages <= 8 else 22.0 if stages <= 16 else 14.0 if stages <= 32 else 9.0
 
 
+def _strip_height(panel: Panel) -> float:
+    """Room for messages below a row: none where they take no time, or rows are too low."""
+    moving = any(message.end > message.start for message in panel.timeline.messages)
+    return 4.0 if moving and _row_height(panel) >= 20 else 0.0
+
+
 def _description(panels: Sequence[Panel]) -> str:
     return "; ".join(f"{panel.title}, idle {panel.timeline.bubble_fraction:.1%} of the total time" for panel in panels)
 
@@ -98,7 +104,7 @@ def _legend(drawing: Drawing, panels: Sequence[Panel]) -> None:
     if split:
         entries.append(("backward of weights", OF_KIND[Kind.W]))
     entries.append(("idle", IDLE))
-    if any(message.end > message.start for panel in panels for message in panel.timeline.messages):
+    if any(map(_strip_height, panels)):
         entries.append(("message arriving", MESSAGE))
     x = _LEFT
     for name, colour in entries:
@@ -125,7 +131,7 @@ def _panel(drawing: Drawing, panel: Panel, top: float, row: float, scale: float,
     bottom = first + row * schedule.stages
     time_axis(drawing, place, longest, first, bottom, f"time ({unit.strip()})")
     with_titles = sum(map(len, timeline.spans)) <= _TITLES_AT_MOST
-    strip = 4.0 if row >= 20 and any(message.end > message.start for message in timeline.messages) else 0.0
+    strip = _strip_height(panel)
     for rank, (kept, idle) in enumerate(zip(panel.kept, panel.idle_fractions, strict=True)):
         y = first + row * rank
         size = min(12.0, row - 1)
