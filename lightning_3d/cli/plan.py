@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -158,7 +159,9 @@ class _Job:
         except ConfigError:
             if "." not in given.model and ":" not in given.model:
                 raise
-        arguments = dict(arg.removeprefix("--model.").split("=", 1) for arg in rest if "=" in arg)
+        if given.write is not None and ":" in given.model:
+            raise ConfigError(f"--write needs a class that recipes can name: package.module.Class, not {given.model}.")
+        arguments = _arguments(rest)
         self.recipe["model"] = {"class_path": given.model, **({"init_args": arguments} if arguments else {})}
         return given.model, self._read_off(["--model", given.model, *rest])
 
@@ -179,6 +182,18 @@ class _Job:
                 f" but the model has {held:,}: it is no plain transformer, and the plan is that far off.\n"
             )
         return shape
+
+
+def _arguments(rest: Sequence[str]) -> dict[str, Any]:
+    """What ``--model.NAME VALUE`` or ``--model.NAME=VALUE`` give, as a recipe would have it."""
+    import yaml
+
+    found = {}
+    for arg, following in itertools.zip_longest(rest, rest[1:], fillvalue=""):
+        name, equals, value = arg.removeprefix("--model.").partition("=")
+        if arg.startswith("--model."):
+            found[name] = yaml.safe_load(value if equals else following)
+    return found
 
 
 def _recipe(path: str | None) -> dict[str, Any]:

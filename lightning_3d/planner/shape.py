@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.planner import checks
@@ -158,7 +159,7 @@ class ModelShape:
         matrices = 3 if self.gated_mlp else 2
         return matrices * self.hidden * width + ((matrices - 1) * width + self.hidden) * self.has_biases
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         """Of one dense layer: ``12 h^2 + 13 h`` for a GPT (Narayanan et al. 2021, eq. 2)."""
         return self.attention_parameters + self.mlp_parameters(self.ffn_width) + 2 * self.norm_size
@@ -168,13 +169,13 @@ class ModelShape:
         """Of the router of one layer with experts."""
         return self.hidden * self.experts
 
-    @property
+    @cached_property
     def moe_layer_parameters(self) -> int:
         """Of one layer with experts, all of them."""
         experts = (self.experts + self.shared_experts) * self.mlp_parameters(self.expert_width)
         return self.attention_parameters + self.router_parameters + experts + 2 * self.norm_size
 
-    @property
+    @cached_property
     def embedding_parameters(self) -> int:
         """Of the embedding, positions and its norm."""
         return self.vocab * self.hidden + self.position_parameters + self.embedding_norm * self.norm_size

@@ -125,6 +125,18 @@ def test_a_module_of_the_users_is_read_off_without_memory(capsys: pytest.Capture
     assert found["model"]["parameters"] == pytest.approx(12 * 24 * 4096**2, rel=0.01)
 
 
+def test_arguments_of_a_module_come_into_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "gpt.yaml"
+    args = ("--cluster", "cpu:1x4", "--global-batch", "8", "--precision", "32-true", "--write", str(path))
+    assert run("--model", "lightning_3d.models.GPT", "--model.num_layers", "6", "--model.width=96", *args) == 0
+    model = yaml.safe_load(path.read_text())["model"]
+    assert model == {"class_path": "lightning_3d.models.GPT", "init_args": {"num_layers": 6, "width": 96}}
+    (tmp_path / "mine.py").write_text("from lightning_3d.models import GPT\n\n\nclass Mine(GPT):\n    pass\n")
+    assert run("--model", f"{tmp_path}/mine.py:Mine", *args[:-2]) == 0
+    assert run("--model", f"{tmp_path}/mine.py:Mine", *args) == 2
+    assert "package.module.Class" in capsys.readouterr().err
+
+
 def test_a_configuration_file_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(hugging_face_config(PRESETS["llama3-8b"])))
     args = ("--cluster", "h100-80g:1x8", "--global-batch", "64", "--seq-len", "4096")
