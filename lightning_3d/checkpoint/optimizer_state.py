@@ -16,10 +16,20 @@ from lightning_3d.checkpoint.directory import Manifest
 from lightning_3d.checkpoint.names import listed, original_name
 from lightning_3d.checkpoint.options import NOT_OPTIONS, decode_options, merge_options
 from lightning_3d.checkpoint.reader import StoredTensor, fill
-from lightning_3d.checkpoint.state import MODEL, OPTIMIZER, Entry, ModelState, numbered_parameters, shard_of
+from lightning_3d.checkpoint.state import (
+    MODEL,
+    OPTIMIZER,
+    Entry,
+    ModelState,
+    numbered_parameters,
+    reduced_dims,
+    reduced_entry,
+    shard_of,
+)
 from lightning_3d.errors import CheckpointError
 from lightning_3d.mesh import Mesh
 from lightning_3d.placeholder import is_placeholder
+from lightning_3d.sharding.adafactor import reduced_like
 
 
 @dataclass(frozen=True)
@@ -141,6 +151,12 @@ def _state_value(key: str, value: Any, parameter: Tensor, own: Entry) -> Any:
     """This rank's part of one value of the state of ``parameter``."""
     if not isinstance(value, (Tensor, StoredTensor)):
         return value
+    dims = reduced_dims(tuple(value.shape), own.shape)
+    if dims and isinstance(parameter, DTensor):
+        shape = [1 if dim in dims else size for dim, size in enumerate(own.tensor.shape)]
+        local = own.tensor.new_zeros(shape, dtype=value.dtype)
+        fill(reduced_entry(f"{own.key} ({key})", own, dims, local), value)
+        return reduced_like(local, parameter, dims)
     if tuple(value.shape) != own.shape or not own.shape:
         if not own.whole and len(value.shape) > 0:
             raise CheckpointError(

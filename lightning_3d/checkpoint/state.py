@@ -284,12 +284,31 @@ def numbered_parameters(state: ModelState, index: int) -> dict[int, tuple[str, T
 
 def _optimizer_entry(key: str, value: Tensor, own: Entry, parameter: Tensor) -> Entry | None:
     local = plain(value)
+    if isinstance(value, DTensor) and (dims := reduced_dims(value.shape, parameter.shape)):
+        return reduced_entry(key, own, dims, local)
     placed_alike = _placements(value) in (_placements(parameter), (None, None))
     if local.dim() > 0 and local.shape == own.tensor.shape and placed_alike:
         return Entry(key, own.shape, own.chunks, local)
     if local.dim() == 0 or (own.whole and not isinstance(value, DTensor)):
         return Entry(key, tuple(local.shape), local_chunks(local.shape), local)
     return None
+
+
+def reduced_dims(shape: Sequence[int], whole: Sequence[int]) -> tuple[int, ...]:
+    """Dims of size 1 in ``shape``, which is otherwise ``whole``: means over rows or columns, say. None if it is not."""
+    if len(shape) != len(whole) or any(size not in (1, full) for size, full in zip(shape, whole, strict=True)):
+        return ()
+    return tuple(dim for dim, (size, full) in enumerate(zip(shape, whole, strict=True)) if size != full)
+
+
+def reduced_entry(key: str, own: Entry, dims: Sequence[int], local: Tensor) -> Entry:
+    """The part of a tensor that is like ``own`` but has the size 1 along ``dims``."""
+
+    def along(values: Sequence[int], at: int) -> tuple[int, ...]:
+        return tuple(at if dim in dims else value for dim, value in enumerate(values))
+
+    chunks = [Chunk(along(c.offsets, 0), along(c.sizes, 1), along(c.local, 0)) for c in own.chunks]
+    return Entry(key, along(own.shape, 1), tuple(dict.fromkeys(chunks)), local)
 
 
 def _placements(tensor: Tensor) -> tuple[int | None, int | None]:

@@ -99,25 +99,24 @@ def test_all_of_them_at_other_zero_stages_and_on_eight_ranks(mesh: Mesh, first_s
         compare(mesh, part, first_stage)
 
 
-def train_scaled(mesh: Mesh | None, folder: str, resumes: bool, batch: int | None = None) -> Any:
-    """One epoch of three steps that ends with a checkpoint, or a second one that begins with it."""
-    trainer = make_trainer(mesh, {"global_batch_size": 4} if resumes else None, max_epochs=1 + resumes)
+def train_scaled(mesh: Mesh | None, epochs: int, folder: str = "", batch: int | None = None) -> Any:
+    """One epoch of three steps that ends with a checkpoint, or two; the second begins with it, if there is one."""
+    trainer = make_trainer(mesh, max_epochs=epochs)
     module = seeded(ScaledAdafactor, batch)
     path = f"{folder}/saved"
-    trainer.fit(module, loader(rows(12, 13), 4, mesh), ckpt_path=path if resumes else None)
-    if not resumes:
+    trainer.fit(module, loader(rows(12, 13), 4, mesh), ckpt_path=path if folder and epochs == 2 else None)
+    if epochs == 1:
         trainer.save_checkpoint(path)
     return whole_weights(trainer), module.used
 
 
 def test_adafactor_and_scaled_rates_go_on_at_another_layout(tmp_path: Path) -> None:
-    _, first = train_scaled(None, str(tmp_path / "one"), False, batch=4)
-    weights, rates = train_scaled(None, str(tmp_path / "one"), True, batch=4)
-    before = on_ranks(train_scaled, (2, 2, 1), str(tmp_path), False)
-    assert [used[0]["lr"] for used in first] == pytest.approx([0.025, 0.03, 0.035])  # to twice the rate in 4 steps
-    assert all(used == first for _, used in before)
-    for rank, (got, used) in enumerate(on_ranks(train_scaled, (1, 2, 2), str(tmp_path), True)):
-        assert used == rates
+    weights, rates = train_scaled(None, 2, batch=4)  # without a break: torch casts the step of Adafactor on resuming
+    assert [used[0]["lr"] for used in rates[:3]] == pytest.approx([0.025, 0.03, 0.035])  # to twice the rate in 4 steps
+    for _, used in on_ranks(train_scaled, (2, 2, 1), 1, str(tmp_path)):
+        assert used == rates[:3]
+    for rank, (got, used) in enumerate(on_ranks(train_scaled, (1, 2, 2), 2, str(tmp_path))):
+        assert used == rates[3:]
         if rank == 0:
             for name, value in weights.items():
                 torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-10, msg=name)
