@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.planner_fit import LEFT_OUT, constants_of
+from benchmarks.planner_fit import LEFT_OUT, constants_of, family
 from benchmarks.published import CSV, Run, read
 from lightning_3d.errors import ConfigError
 from lightning_3d.planner import Estimate, estimate
@@ -41,7 +41,7 @@ class Comparison:
     predicted_s: float
     time_error: float | None
     left_out_error: float | None
-    """With constants that were fitted without the run's source; ``None`` for a source that the fit has not seen."""
+    """With constants fitted without the run's source and its kin; ``None`` for a source that the fit has not seen."""
     measured_gb: float | None
     predicted_gb: float
     memory_error: float | None
@@ -52,8 +52,9 @@ def compare(run: Run, without: Mapping[str, Mapping[str, float]]) -> Comparison:
     found = estimate(run.shape, run.cluster, run.layout)
     memory = _memory(run, found)
     left_out = None
-    if run.source in without:
-        left_out = estimate(run.shape, run.cluster, run.layout, constants_of(without[run.source])).step_time_s
+    if family(run.source) in without:
+        table = constants_of(without[family(run.source)])
+        left_out = estimate(run.shape, run.cluster, run.layout, table).step_time_s
     seconds = run.step_time_s
     return Comparison(
         id=run.id,
@@ -180,7 +181,7 @@ def as_text(result: Mapping[str, Any]) -> str:
     lines.append(_row("all", result["overall"]))
     for kind, name in (
         ("time", "step time"),
-        ("left_out", "step time, own source left out of the fit"),
+        ("left_out", "step time, own source and its kin left out of the fit"),
         ("memory", "memory"),
     ):
         if kind in result["overall"]:

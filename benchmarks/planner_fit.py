@@ -4,8 +4,8 @@ Gauss-Newton on the logarithms of the constants, against the logarithm of predic
 An error above 20 % counts linearly (a run that nothing explains must not bend the rest), and every constant is held
 near what the literature or a measurement says of it by a weak pull: the one-sigma width stands in `WIDTH`.
 
-The fit is repeated without each source in turn; ``benchmarks.planner`` reads the constants found so, and says how well
-runs are predicted that the fit has not seen.
+The fit is repeated without each family of sources in turn; ``benchmarks.planner`` reads the constants found so, and
+says how well runs are predicted that the fit has not seen.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -109,11 +108,11 @@ def fit(runs: Sequence[Run], start: Mapping[str, float] = START, rounds: int = 5
     x, best = np.log([start[name] for name in names]), math.inf
     for _ in range(rounds):
         error, jacobian = linear(runs, dict(zip(names, np.exp(x), strict=True)))
-        if (found := _cost(error, x, _weights(runs))) > best - 0.5:
+        if (found := _cost(error, x)) > best - 0.5:
             break
         best = found
         print(f"cost {best:.1f}", flush=True)
-        x = solve(x, error, jacobian, _weights(runs))
+        x = solve(x, error, jacobian, np.ones(len(runs)))
     return {name: float(value) for name, value in zip(names, np.exp(x), strict=True)}
 
 
@@ -141,27 +140,26 @@ def solve(x: np.ndarray, error: np.ndarray, jacobian: np.ndarray, weight: np.nda
 
 
 def left_out(runs: Sequence[Run], values: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """For every source the constants that fit all other runs best, in the linear model around the fit of all."""
+    """For every family of sources what fits all other runs best, in the linear model around the fit of all."""
     error, jacobian = linear(runs, values)
     x, found = np.log(list(values.values())), {}
-    for source in sorted({run.source for run in runs}):
-        others = np.array([run.source != source for run in runs])
-        moved = solve(x, error, jacobian, _weights(runs) * others)
-        found[source] = {name: float(value) for name, value in zip(values, np.exp(moved), strict=True)}
+    for name in sorted({family(run.source) for run in runs}):
+        others = np.array([float(family(run.source) != name) for run in runs])
+        moved = solve(x, error, jacobian, others)
+        found[name] = {key: float(value) for key, value in zip(values, np.exp(moved), strict=True)}
     return found
 
 
-def _weights(runs: Sequence[Run]) -> np.ndarray:
-    """Runs of one source say much the same: a large source weighs more than a small one, but not as its number."""
-    many = Counter(run.source for run in runs)
-    return np.array([many[run.source] ** -0.3 for run in runs])
+def family(source: str) -> str:
+    """Sources of the same people: their first word (two tables of a paper, all of Megatron-LM's)."""
+    return source.split(" ")[0]
 
 
-def _cost(error: np.ndarray, x: np.ndarray, weight: np.ndarray) -> float:
+def _cost(error: np.ndarray, x: np.ndarray) -> float:
     size = np.abs(error)
     loss = np.where(size > _HUBER, _HUBER * (2 * size - _HUBER), size**2)
     pull = (x - np.log(list(START.values()))) / WIDTH
-    return float((weight**2 * loss).sum() / SIGMA**2 + (pull**2).sum())
+    return float(loss.sum() / SIGMA**2 + (pull**2).sum())
 
 
 def as_text(table: Mapping[str, Constants]) -> str:
