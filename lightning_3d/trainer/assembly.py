@@ -35,7 +35,7 @@ from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.random import States, StepStreams
 from lightning_3d.sharding import Sharding, build_sharding, make_ties
 from lightning_3d.trainer.kept import KeptParameters
-from lightning_3d.trainer.layout import Layout
+from lightning_3d.trainer.layout import Layout, expected_micro_batches
 from lightning_3d.trainer.metrics import bind_metrics
 from lightning_3d.trainer.parameter_hooks import ParameterHooks, refuse_late_hooks
 from lightning_3d.trainer.start import own_memory, refuse_views, share_random_state, share_weights
@@ -310,9 +310,7 @@ def describe(module: nn.Module, chunks: ChunkMap, config: ParallelConfig, sizes:
         + sum(p.numel() for name in outside[chunk] for p in modules[name].parameters(recurse=False))
         for chunk in range(chunks.num_chunks)
     )
-    micro_batches = config.num_micro_batches
-    if micro_batches is None and config.micro_batch_size is None:
-        micro_batches = 4 * sizes.pp if sizes.pp > 1 else 1
+    trainer = getattr(module, "_trainer", None)
     return Layout(
         pipeline_parallel=sizes.pp,
         data_parallel=sizes.dp,
@@ -320,7 +318,8 @@ def describe(module: nn.Module, chunks: ChunkMap, config: ParallelConfig, sizes:
         zero_stage=config.zero_stage,
         schedule=config.schedule,
         virtual_stages=config.virtual_stages,
-        num_micro_batches=micro_batches,
+        num_micro_batches=expected_micro_batches(config, sizes, getattr(trainer, "accumulate_grad_batches", 1)),
+        micro_batch_size=config.micro_batch_size,
         chunks=tuple(chunks.blocks_of(chunk) for chunk in range(chunks.num_chunks)),
         outside=outside,
         parameters=parameters,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_3d.config import ParallelConfig, Sizes, micro_batch_count
 from lightning_3d.schedules import bubble_fraction
 
 
@@ -18,7 +19,7 @@ class Layout:
     schedule: str
     virtual_stages: int
     num_micro_batches: int | None
-    """Micro-batches per replica and step, where an option fixes it or the pipeline's default applies."""
+    """Micro-batches per replica and step; ``None`` where they depend on the loader's batches."""
     chunks: tuple[tuple[str, ...], ...]
     """Names of the blocks of every chunk, in forward order; chunk c runs on stage ``c % pipeline_parallel``."""
     outside: tuple[tuple[str, ...], ...]
@@ -31,6 +32,8 @@ class Layout:
     """How the costs were found."""
     sequence_parallel: bool = False
     activation_checkpointing: str | int | None = None
+    micro_batch_size: int | None = None
+    """Samples of a micro-batch, where an option fixes it."""
 
     @property
     def world_size(self) -> int:
@@ -55,10 +58,15 @@ class Layout:
         return tuple(sum(self.costs[stage :: self.pipeline_parallel]) / total for stage in stages)
 
     @property
-    def bubble(self) -> float:
-        """Share of a step in which a stage waits, if all micro-batches and stages take the same time."""
-        if self.pipeline_parallel == 1 or self.num_micro_batches is None:
+    def bubble(self) -> float | None:
+        """Share of a step in which a stage waits, if all micro-batches and stages take the same time.
+
+        ``None`` where the number of micro-batches is not known.
+        """
+        if self.pipeline_parallel == 1:
             return 0.0
+        if self.num_micro_batches is None:
+            return None
         return bubble_fraction(self.schedule, self.pipeline_parallel, self.virtual_stages, self.num_micro_batches)
 
     def __str__(self) -> str:
@@ -66,8 +74,11 @@ class Layout:
         head = f"{sizes} = {self.world_size} ranks, ZeRO-{self.zero_stage}"
         if self.pipeline_parallel > 1:
             chunks = f", {self.virtual_stages} chunks per stage" if self.virtual_stages > 1 else ""
-            head += f", {self.schedule}{chunks}, {self.num_micro_batches} micro-batches"
-            head += f", bubble {self.bubble:.1%} of the step"
+            head += f", {self.schedule}{chunks}"
+            if self.bubble is None:
+                head += f", micro-batches of {self.micro_batch_size}"
+            else:
+                head += f", {self.num_micro_batches} micro-batches, bubble {self.bubble:.1%} of the step"
         options = [
             text
             for text, on in (
@@ -94,6 +105,21 @@ class Layout:
                 f"  cost {self.cost_source}: the most loaded stage has {max(self.shares):.1%}, even is {even:.1%}"
             )
         return lines
+
+
+def expected_micro_batches(config: ParallelConfig, sizes: Sizes, accumulated: int) -> int | None:
+    """Micro-batches of a replica's full batch, as far as options tell.
+
+    Args:
+        config: The options.
+        sizes: Of the mesh.
+        accumulated: Batches per optimizer step.
+    """
+    if config.global_batch_size is not None:
+        return micro_batch_count(config, sizes.pp, max(1, config.global_batch_size // (sizes.dp * accumulated)))
+    if config.micro_batch_size is not None:
+        return None
+    return config.num_micro_batches or (4 * sizes.pp if sizes.pp > 1 else 1)
 
 
 def _span(names: tuple[str, ...]) -> str:

@@ -164,7 +164,8 @@ class RunReport(Callback):
             for stage in stages:
                 name, _, held = stage.strip().partition(": ")
                 table.add_row(name, held)
-            table.add_row("bubble, predicted", f"{layout.bubble:.1%} of a step")
+            if layout.bubble is not None:
+                table.add_row("bubble, predicted", f"{layout.bubble:.1%} of a step")
         measured = _waiting_by_stage(facts)
         if measured:
             shares = ", ".join(f"stage {stage} {share:.1%}" for stage, share in measured.items())
