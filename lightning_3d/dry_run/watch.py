@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from typing_extensions import override
 
 from lightning_3d.dry_run.allocations import Allocations, Moment
-from lightning_3d.dry_run.memoryless import ASKS_DEVICE
+from lightning_3d.dry_run.memoryless import ASKS_DEVICE, is_outlining
 from lightning_3d.dry_run.traffic import Traffic, message_of
 from lightning_3d.placeholder import Placeholder
 from lightning_3d.progress import Progress
@@ -57,9 +57,11 @@ class Watch(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if is_outlining():
+            return func(*args, **kwargs)
         if func is ASKS_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # two of three calls
-        kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         result = func(*args, **kwargs)
