@@ -26,9 +26,10 @@ LAYERS = """
     recipes  models
     strategy
     trainer
+    monitor
     precision
     planner.reading  planner.calibration
-    checkpoint  planner  monitor
+    checkpoint  planner
     pipeline
     sharding
     tensor_parallel
@@ -38,7 +39,7 @@ LAYERS = """
     collectives  waiting  placeholder  example_inputs
     provenance  attributes
     mesh
-    config  progress  lr_scaling  pictures
+    config  progress  events  lr_scaling  pictures
     schedules  partition
     errors
 """
