@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Adafactor
 
 from lightning_3d.sharding.reducer import local_of
+
+_Groups: TypeAlias = dict[str, Any]
+"""Process groups by the name of their mesh axis."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,15 +26,15 @@ class _Part:
     values: Tensor
     grad: Tensor
     state: dict[str, Any]
-    cuts: dict[int, tuple[Any, ...]]
+    cuts: dict[int, _Groups]
     """By dim, the process groups whose ranks hold the other parts along it."""
 
     @property
-    def groups(self) -> tuple[Any, ...]:
-        return tuple(group for groups in self.cuts.values() for group in groups)
+    def groups(self) -> _Groups:
+        return {axis: group for groups in self.cuts.values() for axis, group in groups.items()}
 
-    def over(self, dim: int) -> tuple[Any, ...]:
-        return self.cuts.get(dim % self.values.dim(), ())
+    def over(self, dim: int) -> _Groups:
+        return self.cuts.get(dim % self.values.dim(), {})
 
 
 def step_group(optimizer: Adafactor, group: dict[str, Any]) -> None:
@@ -98,14 +101,15 @@ def _part(optimizer: Adafactor, parameter: nn.Parameter, maximize: bool) -> _Par
     return _Part(parameter, values, -grad if maximize else grad, state, _cuts(parameter))
 
 
-def _cuts(parameter: nn.Parameter) -> dict[int, tuple[Any, ...]]:
+def _cuts(parameter: nn.Parameter) -> dict[int, _Groups]:
     if not isinstance(parameter, DTensor):
         return {}
-    cuts: dict[int, tuple[Any, ...]] = {}
-    for axis, placement in enumerate(parameter.placements):
+    cuts: dict[int, _Groups] = {}
+    mesh = parameter.device_mesh
+    for axis, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True):
         if not placement.is_replicate():
             dim = placement.dim % parameter.dim()  # type: ignore[attr-defined]
-            cuts[dim] = (*cuts.get(dim, ()), parameter.device_mesh.get_group(axis))
+            cuts.setdefault(dim, {})[axis] = mesh.get_group(axis)
     return cuts
 
 
@@ -132,7 +136,7 @@ def reduced_like(local: Tensor, parameter: DTensor, dims: Sequence[int]) -> DTen
 
 def _mean_squares(parts: Sequence[_Part]) -> tuple[list[Tensor], list[Tensor]]:
     """Means of squared gradients over rows and over columns."""
-    sums: list[tuple[Tensor, tuple[Any, ...]]] = []
+    sums: list[tuple[Tensor, _Groups]] = []
     for part in parts:
         squares = part.grad.square()
         sums += [(squares.sum(dim=dim, keepdim=True), part.over(dim)) for dim in (-1, -2)]
@@ -142,22 +146,17 @@ def _mean_squares(parts: Sequence[_Part]) -> tuple[list[Tensor], list[Tensor]]:
     return rows, columns
 
 
-def _summed(items: Sequence[tuple[Tensor, tuple[Any, ...]]]) -> list[Tensor]:
-    """Each tensor summed over its process groups, all of one group and type in one all-reduce."""
+def _summed(items: Sequence[tuple[Tensor, _Groups]]) -> list[Tensor]:
+    """Each tensor summed over its process groups, all of one axis and type in one all-reduce."""
     totals = [tensor for tensor, _ in items]
-    names = sorted({group.group_name for _, groups in items for group in groups})
-    for name in names:
+    # By the names of axes, which all ranks take in one order. Those of groups differ from rank to rank.
+    for axis in sorted({axis for _, groups in items for axis in groups}):
         for dtype in sorted({tensor.dtype for tensor in totals}, key=str):
-            chosen = [
-                index
-                for index, (_, groups) in enumerate(items)
-                if totals[index].dtype == dtype and any(group.group_name == name for group in groups)
-            ]
+            chosen = [i for i, (_, groups) in enumerate(items) if axis in groups and totals[i].dtype == dtype]
             if not chosen:
                 continue
-            process_group = next(group for group in items[chosen[0]][1] if group.group_name == name)
             flat = torch.cat([totals[index].reshape(-1) for index in chosen])
-            dist.all_reduce(flat, group=process_group)
+            dist.all_reduce(flat, group=items[chosen[0]][1][axis])
             for index, piece in zip(chosen, flat.split([totals[index].numel() for index in chosen]), strict=True):
                 totals[index] = piece.view(totals[index].shape)
     return totals

@@ -7,6 +7,7 @@ import torch
 from torch import nn, optim
 
 from lightning_3d.placeholder import placeholder_parameter
+from lightning_3d.sharding import adafactor
 from lightning_3d.sharding.optimizer import ELEMENT_WISE, is_element_wise, local_step
 
 
@@ -67,3 +68,13 @@ def test_an_error_in_the_step_puts_everything_back() -> None:
     with pytest.raises(RuntimeError, match="stop"), local_step(optimizer):
         raise RuntimeError("stop")
     assert len(optimizer.param_groups[0]["params"]) == 2
+
+
+def test_ranks_sum_over_the_axes_of_the_mesh_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Names of groups differ from rank to rank, and sort as text: "10" before "9". Sums over two axes would cross.
+    summed: list[object] = []
+    monkeypatch.setattr(adafactor.dist, "all_reduce", lambda flat, group: summed.append(group))
+    for dp, tp in (("9", "10"), ("8", "9"), ("10", "11")):
+        adafactor._summed([(torch.ones(2), {"tp": tp}), (torch.ones(1), {"tp": tp, "dp": dp})])
+        assert summed == [dp, tp]
+        summed.clear()
