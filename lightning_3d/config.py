@@ -25,9 +25,9 @@ class ParallelConfig:
     """The options of :class:`~lightning_3d.ThreeDStrategy`, checked as far as they can be without a model."""
 
     tensor_parallel: Size = "auto"
-    """Ranks that share one layer; ``"auto"`` is 1."""
+    """Ranks that share one layer; ``"auto"`` is chosen for the module, and 1 where :meth:`sizes` is asked before."""
     pipeline_parallel: Size = "auto"
-    """Pipeline stages; ``"auto"`` is 1."""
+    """Pipeline stages; ``"auto"`` is chosen for the module, and 1 where :meth:`sizes` is asked before."""
     data_parallel: Size = "auto"
     """Replicas of the model; ``"auto"`` is what tensor and pipeline parallelism leave of the world."""
     zero_stage: int = 1

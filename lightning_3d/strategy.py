@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
@@ -32,6 +32,8 @@ from lightning_3d.progress import Progress
 from lightning_3d.trainer.assembly import Assembly, assemble
 from lightning_3d.trainer.batches import BatchLedger
 from lightning_3d.trainer.callbacks import ServedCallbacks
+from lightning_3d.trainer.choice import has_choice, possible
+from lightning_3d.trainer.chooser import agree, choose_here
 from lightning_3d.trainer.clock import follow_one_clock
 from lightning_3d.trainer.compiled import TakesCompiled
 from lightning_3d.trainer.elastic import fit_to_world
@@ -72,8 +74,9 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
     checkpoints are those of one process that trains on the whole batch.
 
     Args:
-        tensor_parallel: Ranks that share every layer; keep it inside a node. ``"auto"`` is 1.
-        pipeline_parallel: Stages that the layers are cut into. ``"auto"`` is 1.
+        tensor_parallel: Ranks that share every layer; keep it inside a node. ``"auto"`` is chosen by the planner from
+            the module and the memory of the devices (1 where replicas fit), and the reason printed.
+        pipeline_parallel: Stages that the layers are cut into. ``"auto"`` is chosen in the same way.
         data_parallel: Replicas of the model. ``"auto"`` is what the other two leave of the world.
         zero_stage: What the replicas share out among them: 0 nothing, 1 the optimizer, 2 also gradients, 3 also
             parameters.
@@ -202,6 +205,7 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
         self.progress = Progress()
         self._watchdog = Watchdog(self.guard, self.progress, hang_timeout_s)
         self._preemption = Preemption(self.guard, preemption_grace_s)
+        self._chooses = False
         self._clipping: TorchClipping | None = None
         self._hook_logs: HookLogs | None = None
         self._served = ServedCallbacks()
@@ -275,28 +279,50 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         fit_to_world(self)
-        sizes = self.config.sizes(self.num_nodes * self.num_processes, self.num_processes)
-        if sizes.world > 1:
+        world = self.num_nodes * self.num_processes
+        self._chooses = has_choice(self.config, world)
+        is_free = self._chooses and self.config.virtual_stages == 1
+        if not is_free or not possible(self.config, world, self.num_processes):
+            self.config.sizes(world, self.num_processes)
+        if world > 1:
             check_plugins(self._layer_sync, self._checkpoint_io)
-        first = self.node_rank * self.num_processes
         self._launcher = make_launcher(
             self,
             self.cluster_environment,
             self.config.start_method,
             self.guard,
-            Where(first, sizes),
+            self._where,
             self.check_before_launch,
         )
-        if (count := self.config.num_micro_batches) and (message := bubble_warning(self.config, sizes.pp, count)):
+        if self.config.pipeline_parallel != "auto":
+            self._warn_of_bubble(self.config.pipeline_parallel)
+
+    def _where(self, local_rank: int) -> str:
+        """Names a rank of this node with its place on the mesh."""
+        sizes = self.config.sizes(self.num_nodes * self.num_processes, self.num_processes)
+        return Where(self.node_rank * self.num_processes, sizes)(local_rank)
+
+    def _warn_of_bubble(self, stages: int) -> None:
+        if (count := self.config.num_micro_batches) and (message := bubble_warning(self.config, stages, count)):
             rank_zero_warn(message)
 
-    def check_before_launch(self) -> None:
-        """Refuse a module that cannot be laid out as asked while there is one process; the launcher calls it.
+    def _chosen(self, trainer: pl.Trainer | None, data: Sequence[object]) -> ParallelConfig:
+        """The options with sizes in the place of ``"auto"``; rank 0 prints why, the first time."""
+        module = self.lightning_module
+        if module is None or not has_choice(self.config, self.num_nodes * self.num_processes):
+            return self.config
+        return choose_here(self, module, trainer, data)
+
+    def check_before_launch(self, trainer: pl.Trainer | None = None, given: Sequence[object] = ()) -> None:
+        """Choose sizes and refuse a module that cannot be laid out, while there is one process.
+
+        The launcher calls it with the Trainer and what the user has given to it, data among it.
 
         Raises:
             ConfigError, PlanError, StageError: naming what cannot work.
         """
         if self.lightning_module is not None:
+            self.config = self._chosen(trainer, given)
             sizes = self.config.sizes(self.num_nodes * self.num_processes, self.num_processes)
             check_module(self.lightning_module, self.config, sizes)
 
@@ -309,12 +335,16 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
             self._watch(self._mesh)
             return
         self.set_world_ranks()
-        sizes = self.config.sizes(self.world_size, self.num_processes)
-        if sizes.world > 1:
+        if self.world_size > 1:
             backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
             device_id = self.root_device if self.root_device.type != "cpu" else None
             assert self.cluster_environment is not None
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        if self._chooses:
+            trainer = None if self.lightning_module is None else self.lightning_module._trainer
+            data = (getattr(trainer, "datamodule", None),)
+            self.config = agree(self.config, lambda: self._chosen(trainer, data))
+        sizes = self.config.sizes(self.world_size, self.num_processes)
         self._mesh = build_mesh(sizes, self.root_device, self._patience)
         if self.config.async_save:
             self._saving.background = BackgroundSaves(self._mesh, side_mesh(self._mesh, self._patience))

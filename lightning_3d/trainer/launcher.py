@@ -42,6 +42,7 @@ from lightning_3d.trainer.failure import (
     show_siblings_in_one_line,
 )
 from lightning_3d.trainer.marks import Marks
+from lightning_3d.trainer.preflight import check_checkpoint
 
 _PRELOADED = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "lightning.pytorch", "lightning_3d"]
 _KILL_AFTER_S = 5.0
@@ -53,7 +54,7 @@ def make_launcher(
     start_method: str | None,
     guard: FailureGuard,
     where: Callable[[int], str],
-    check: Callable[[], None],
+    check: Callable[..., None],
 ) -> _SubprocessScriptLauncher | _MultiProcessingLauncher:
     """The launcher for a start method.
 
@@ -64,7 +65,8 @@ def make_launcher(
             and ``"spawn"`` start functions. In a notebook the default is ``"fork"``.
         guard: The guard of this process.
         where: Names a rank of this node, given its local rank, with its place on the mesh. Must pickle.
-        check: Called before processes are started; what it raises keeps them from starting. Must pickle.
+        check: Called with the Trainer and what it was given before processes are started; what it raises keeps them
+            from starting. Must pickle.
 
     Raises:
         ConfigError: for a start method that this platform lacks.
@@ -95,7 +97,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         num_nodes: Nodes.
         guard: The guard of this process.
         where: Names a rank of this node, given its local rank, with its place on the mesh. Must pickle.
-        check: Called before processes are started; what it raises keeps them from starting. Must pickle.
+        check: Called with the Trainer and what it was given before processes are started; what it raises keeps them
+            from starting. Must pickle.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         num_nodes: int,
         guard: FailureGuard,
         where: Callable[[int], str],
-        check: Callable[[], None],
+        check: Callable[..., None],
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._guard = guard
@@ -120,7 +123,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if self.cluster_environment.creates_processes_externally:
             self._guard.watch_launcher(external=True)
         elif self.num_processes > 1:
-            self._check_module()
+            if self.num_nodes == 1:  # of several, one that refuses would leave the others waiting for it
+                check_checkpoint(function, args, kwargs)
+            self._check_module(trainer, args)
             self._file = _note_file()
             variables = launch_variables(self._file)
             os.environ.update(variables)
@@ -194,7 +199,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         strategy: ParallelStrategy,
         start_method: Literal["spawn", "fork", "forkserver"],
         where: Callable[[int], str],
-        check: Callable[[], None],
+        check: Callable[..., None],
     ) -> None:
         super().__init__(strategy, start_method)
         self._where = where
@@ -203,7 +208,8 @@ class ProcessLauncher(_MultiProcessingLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         self._check(trainer)
-        self._check_module()
+        check_checkpoint(function, args, kwargs)
+        self._check_module(trainer, args)
         strategy = self._strategy
         assert strategy.cluster_environment is not None
         file = _note_file()
