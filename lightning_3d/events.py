@@ -172,13 +172,22 @@ class DeviceClock:
         mark.synchronize()
 
 
+Row = tuple[Phase, int, int, str, int]
+"""Phase, chunk, micro-batch, label and bytes of an event."""
+
+Opener = Callable[[Row], Callable[[], None]]
+"""Called where a span begins; what it returns is called where it ends, in the same thread."""
+
+
 class Span:
     """One event, while it is recorded."""
 
-    __slots__ = ("_clock", "_into", "end", "only_last", "row", "start")
+    __slots__ = ("_clock", "_close", "_into", "_opener", "end", "only_last", "row", "start")
 
-    def __init__(self, clock: Clock, into: list[Span], row: tuple[Phase, int, int, str, int]) -> None:
+    def __init__(self, clock: Clock, into: list[Span], row: Row, opener: Opener | None = None) -> None:
         self._clock, self._into = clock, into
+        self._opener = opener
+        self._close: Callable[[], None] | None = None
         self.row = row
         self.only_last: float | None = None
         """If set, only so many seconds at the end are of this phase; before, this rank waited for others."""
@@ -188,9 +197,13 @@ class Span:
     def __enter__(self) -> Span:
         self._into.append(self)
         self.start = self._clock.mark()
+        if self._opener is not None:
+            self._close = self._opener(self.row)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._close is not None:
+            self._close()
         self.end = self._clock.mark()
 
 
@@ -226,6 +239,8 @@ class EventSource:
     def __init__(self, clock: Clock | None = None) -> None:
         self.is_recording = False
         """Whether spans are recorded now. Sites that would have to work for what they say of a span ask it first."""
+        self.opener: Opener | None = None
+        """For profilers, which want to hear of spans as they happen; with a listener beside it, or nothing happens."""
         self._clock: Clock = clock or HostClock()
         self._listeners: dict[Listener, frozenset[str]] = {}
         self._open: _Record | None = None
@@ -262,7 +277,7 @@ class EventSource:
         if not self.is_recording:
             return _NOTHING
         assert self._open is not None
-        return Span(self._clock, self._open.spans, (phase, chunk, micro_batch, label, bytes))
+        return Span(self._clock, self._open.spans, (phase, chunk, micro_batch, label, bytes), self.opener)
 
     def begin_step(self, step: int, mode: str = "train") -> None:
         """A step begins, and the one before it of the same loop ends.
