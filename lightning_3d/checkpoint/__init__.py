@@ -2,7 +2,7 @@
 
 from lightning_3d.checkpoint.asynchronous import BackgroundSaves
 from lightning_3d.checkpoint.copies import place_copies
-from lightning_3d.checkpoint.directory import is_checkpoint, link, links_to, local_path, remove
+from lightning_3d.checkpoint.directory import check_exists, is_checkpoint, link, links_to, local_path, remove
 from lightning_3d.checkpoint.export import Exported, export_hugging_face
 from lightning_3d.checkpoint.full import consolidate, full_state_dict, iterate_full, to_lightning
 from lightning_3d.checkpoint.importing import Imported, import_hugging_face, import_lightning
@@ -24,6 +24,7 @@ __all__ = [
     "StockFile",
     "WholeValues",
     "agreed_path",
+    "check_exists",
     "consolidate",
     "export_hugging_face",
     "full_state_dict",

@@ -135,6 +135,16 @@ def read_manifest(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
     return folder, manifest
 
 
+def check_exists(path: str | os.PathLike[str]) -> None:
+    """Look whether a checkpoint can be read, as far as its ``layout.json`` tells; a file of the stock Trainer passes.
+
+    Raises:
+        CheckpointError: There is none, or a part of it is missing.
+    """
+    if not local_path(path).is_file():
+        read_manifest(path)
+
+
 def verify_files(folder: Path, manifest: Manifest, rank: int = 0, size: int = 1) -> None:
     """Compare the files that hold no tensors with their checksums: all, or the share of one of ``size`` ranks.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -11,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS, Adafactor, Optimizer
 
-from lightning_3d import tensor_parallel
+from lightning_3d import checkpoint, tensor_parallel
 from lightning_3d.config import ParallelConfig, Sizes
 from lightning_3d.errors import ConfigError
 from lightning_3d.pipeline.blocks import find_block_lists, share_out
@@ -67,6 +69,23 @@ def check_steps(module: pl.LightningModule, config: ParallelConfig, stages: int)
             "training_step(dataloader_iter) fetches its own batches, so they cannot be cut into micro-batches for"
             f" pipeline_parallel={stages}. Take `batch` as argument instead, or use pipeline_parallel=1."
         )
+
+
+def check_checkpoint(function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Refuse to start processes for a checkpoint that is not there.
+
+    Args:
+        function: What the processes would run; its argument ``ckpt_path`` counts, if it has one. What Lightning looks
+            up (``"best"``, ``"last"``, ``"hpc"``, ``"registry"``) is left to it.
+        args: Its positional arguments.
+        options: Its others.
+
+    Raises:
+        CheckpointError: if there is no checkpoint at the path, or parts of it are missing.
+    """
+    path = inspect.signature(function).bind_partial(*args, **options).arguments.get("ckpt_path")
+    if path and path not in ("best", "last", "hpc") and not str(path).lower().startswith("registry"):
+        checkpoint.check_exists(path)
 
 
 def check_launch(backend: str | None, timeout_s: float, wait_timeout_s: float, cluster_environment: object) -> None:
