@@ -195,8 +195,7 @@ class LeakWatch:
             shapes: Whatever equals itself while the batches have the same shapes; others begin a new window.
 
         Returns:
-            A leak, when memory has grown over two windows in a row, or over one if its growth is named by the second
-            count at the end of half a window.
+            A leak, when memory has grown over two windows in a row: what has grown in the second is named.
         """
         if self._skip > 0:
             self._skip -= 1

@@ -1,0 +1,187 @@
+"""A callback that names what is wrong while a run trains, and writes down what the report is made from."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from lightning_3d.collectives import all_gather_object
+from lightning_3d.errors import ConfigError
+from lightning_3d.events import EventSource, StepEvents
+from lightning_3d.mesh import Mesh
+from lightning_3d.monitor import leaks, stragglers
+from lightning_3d.monitor.clocks import clock_offsets
+from lightning_3d.monitor.leaks import LeakWatch, memory_in_use
+from lightning_3d.monitor.own_time import summarize
+from lightning_3d.monitor.record import Entry, Leak, Place, RankWindow, Run, Window, Writer
+
+
+class Diagnosis(Callback):
+    """Names slow ranks and growing memory, with rank, host, place on the mesh and phase, once per window of steps.
+
+    At the end of each window the ranks tell each other a few numbers through host memory; in between nothing is
+    exchanged. Rank 0 warns, and writes ``monitor/record.jsonl`` in the log folder, which ``lightning-3d report`` reads.
+
+    Args:
+        every_n_steps: Batches in a window.
+        skip_steps: Batches at the start that belong to no window: they compile, allocate and settle shapes.
+        score: Robust z-score from which on a rank is named.
+        watch_memory: Look for memory that grows at constant shapes.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 20,
+        skip_steps: int = 3,
+        score: float = stragglers.LIMIT,
+        watch_memory: bool = True,
+    ) -> None:
+        if every_n_steps < stragglers.FEWEST_STEPS:
+            raise ConfigError(
+                f"every_n_steps={every_n_steps}: the median of so few steps says nothing. Use"
+                f" {stragglers.FEWEST_STEPS} or more."
+            )
+        self.every_n_steps = every_n_steps
+        self.skip_steps = skip_steps
+        self.score = score
+        self.watch_memory = watch_memory
+        self.window: Window | None = None
+        """The last one, on every rank."""
+        self._steps: list[StepEvents] = []
+        self._writer: Writer | None = None
+        self._leak: Leak | None = None
+        self._watch: LeakWatch | None = None
+        self._seen = 0
+        self._counted_from = self._first = 0
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell each other who is where, and begin to listen. Collective."""
+        events = getattr(trainer.strategy, "events", None)
+        if not isinstance(events, EventSource):
+            raise ConfigError(
+                f"{type(self).__name__} reads the timings of ThreeDStrategy, but the Trainer has"
+                f" {type(trainer.strategy).__name__}. Use strategy='3d', or leave the callback out."
+            )
+        mesh = self._mesh(trainer)
+        self._run = _describe(trainer, mesh)
+        folder = trainer.log_dir  # asks rank 0, so every rank must get here
+        if trainer.is_global_zero and folder is not None:
+            self._writer = Writer(folder)
+            self._writer.write(self._run)
+        place = self._run.places[mesh.rank]
+        self._watch = LeakWatch(place, mesh.device, self.every_n_steps, self.skip_steps) if self.watch_memory else None
+        self._steps, self.window, self._leak, self._seen = [], None, None, 0
+        self._counted_from = self._first = trainer.global_step
+        events.listen(self._hear)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Look at the memory; at the end of a window, at all ranks. Collective at the end of a window."""
+        self._seen += 1
+        if self._watch is not None:
+            self._leak = self._watch.step(trainer.global_step, _shapes(batch)) or self._leak
+        if self._seen == self.skip_steps:
+            self._counted_from = self._first = trainer.global_step
+        elif self._seen > self.skip_steps and (self._seen - self.skip_steps) % self.every_n_steps == 0:
+            self._close(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Listen no more."""
+        self._stop(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Listen no more."""
+        self._stop(trainer)
+
+    def _stop(self, trainer: Trainer) -> None:
+        events = getattr(trainer.strategy, "events", None)
+        if isinstance(events, EventSource):
+            events.unlisten(self._hear)
+
+    def _hear(self, step: StepEvents) -> None:
+        self._steps.append(step)
+
+    def _mesh(self, trainer: Trainer) -> Mesh:
+        mesh = trainer.strategy.topology  # type: ignore[attr-defined]
+        assert isinstance(mesh, Mesh)
+        return mesh
+
+    def _close(self, trainer: Trainer) -> None:
+        mesh = self._mesh(trainer)
+        # The step that has just ended is told of when the next begins, on a GPU even later: it is the next window's.
+        steps, self._steps = [step for step in self._steps if step.step >= self._counted_from], []
+        memory = {"memory": memory_in_use(mesh.device)}
+        if mesh.device.type == "cuda":
+            memory["memory_peak"] = torch.cuda.max_memory_allocated(mesh.device)
+        leak, self._leak = self._leak, None
+        told: list[tuple[RankWindow, Leak | None]] = all_gather_object(
+            (summarize(mesh.rank, steps, memory), leak), mesh.control_world
+        )
+        window = Window(
+            first_step=self._first,
+            last_step=trainer.global_step,
+            wall=time.time(),
+            ranks=tuple(figures for figures, _ in told),
+        )
+        self._first = trainer.global_step
+        self.window = window
+        if trainer.is_global_zero:
+            self._tell(window, [leak for _, leak in told if leak is not None])
+
+    def _tell(self, window: Window, leaking: list[Leak]) -> None:
+        found = [
+            dataclasses.replace(one, first_step=window.first_step, last_step=window.last_step)
+            for one in stragglers.stragglers(window.ranks, self._run.places, self._run.shares, self.score)
+        ]
+        if self._writer is not None:
+            entries: list[Entry] = [window, *found, *leaking]
+            for entry in entries:
+                self._writer.write(entry)
+        if found:
+            rank_zero_warn(stragglers.message(found))
+        for leak in leaking:
+            rank_zero_warn(leaks.message(leak))
+
+
+def _describe(trainer: Trainer, mesh: Mesh) -> Run:
+    """What does not change while the run trains. Collective."""
+    device, memory = "cpu", 0
+    if mesh.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(mesh.device)
+        device, memory = properties.name, properties.total_memory
+    mine = Place(rank=mesh.rank, host=socket.gethostname(), device=device, memory_bytes=memory, **mesh.coordinates)
+    places = all_gather_object(mine, mesh.control_world)
+    apart = clock_offsets(mesh.control_world)
+    layout: Any = trainer.strategy.layout  # type: ignore[attr-defined]
+    return Run(
+        started=time.time(),
+        places=tuple(
+            dataclasses.replace(place, clock_offset_s=offset) for place, offset in zip(places, apart, strict=True)
+        ),
+        schedule=layout.schedule,
+        virtual_stages=layout.virtual_stages,
+        num_micro_batches=layout.num_micro_batches,
+        shares=tuple(layout.shares),
+        zero_stage=layout.zero_stage,
+        sequence_parallel=layout.sequence_parallel,
+        activation_checkpointing=layout.activation_checkpointing,
+        accumulated=trainer.accumulate_grad_batches,
+    )
+
+
+def _shapes(batch: Any) -> tuple[object, ...]:
+    return tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
