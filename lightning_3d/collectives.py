@@ -7,6 +7,7 @@ for here and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol, overload
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.errors import ConfigError
+from lightning_3d.events import Phase
 from lightning_3d.mesh import Axis
 
 Op = Literal["sum", "max", "min", "avg"]
@@ -23,6 +25,20 @@ _gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+_PHASES = {"tp": Phase.TP, "dp": Phase.DP}
+
+
+def timed(axis: Axis, label: str, tensor: Tensor) -> AbstractContextManager[Any]:
+    """What waits for a collective over ``axis`` that ``tensor`` is handed to runs within this, for those who time it.
+
+    On a GPU: what makes the current stream wait.
+    """
+    events = axis.events
+    if not events.is_recording:
+        return events.span(Phase.SYNC)
+    return events.span(_PHASES.get(axis.name, Phase.SYNC), label=label, bytes=tensor.nbytes)
 
 
 class Handle(Protocol):
@@ -35,14 +51,24 @@ class Handle(Protocol):
 class _Pending:
     """A collective on its way, and what is left to do when it has arrived."""
 
-    def __init__(self, result: Tensor, work: dist.Work | None = None, finish: Callable[[], Tensor] | None = None):
+    def __init__(
+        self,
+        result: Tensor,
+        work: dist.Work | None = None,
+        finish: Callable[[], Tensor] | None = None,
+        axis: Axis | None = None,
+        label: str = "",
+    ) -> None:
         self._result = result
         self._work = work
         self._finish = finish
+        self._axis, self._label = axis, label
 
     def wait(self) -> Tensor:
         if self._work is not None:
-            self._work.wait()
+            assert self._axis is not None
+            with timed(self._axis, self._label, self._result):
+                self._work.wait()
             self._work = None
         if self._finish is not None:
             self._result = self._finish()
@@ -83,7 +109,8 @@ def all_reduce(tensor: Tensor, axis: Axis, op: Op = "sum", async_op: bool = Fals
     if axis.group is None:
         return _Pending(tensor) if async_op else tensor
     if op == "sum" and not async_op and tensor.dtype != torch.bool and tensor.is_contiguous():
-        dist.all_reduce(tensor, group=axis.group)  # most calls, between layers
+        with timed(axis, "all_reduce", tensor):
+            dist.all_reduce(tensor, group=axis.group)  # most calls, between layers
         return tensor
     payload = tensor.contiguous()
     if tensor.dtype == torch.bool:
@@ -91,7 +118,8 @@ def all_reduce(tensor: Tensor, axis: Axis, op: Op = "sum", async_op: bool = Fals
         op = "max" if op == "sum" else op
     native = _OPS.get(op, dist.ReduceOp.AVG)
     divide = op == "avg" and not _has_average(axis)
-    work = dist.all_reduce(payload, _OPS["sum"] if divide else native, group=axis.group, async_op=async_op)
+    with nullcontext() if async_op else timed(axis, "all_reduce", payload):
+        work = dist.all_reduce(payload, _OPS["sum"] if divide else native, group=axis.group, async_op=async_op)
 
     def finish() -> Tensor:
         if divide:
@@ -100,7 +128,7 @@ def all_reduce(tensor: Tensor, axis: Axis, op: Op = "sum", async_op: bool = Fals
             tensor.copy_(payload)
         return tensor
 
-    return _Pending(tensor, work, finish) if async_op else finish()
+    return _Pending(tensor, work, finish, axis, "all_reduce") if async_op else finish()
 
 
 @overload
@@ -130,13 +158,14 @@ def all_gather(
         return _gather_ragged(tensor, axis, dim, sizes, async_op)
     payload = _plain(tensor)
     joined = payload.new_empty((axis.size, *payload.shape))
-    work = _gather_flat(joined.view(-1), payload.view(-1), group=axis.group, async_op=async_op)
+    with nullcontext() if async_op else timed(axis, "all_gather", payload):
+        work = _gather_flat(joined.view(-1), payload.view(-1), group=axis.group, async_op=async_op)
 
     def finish() -> Tensor:
         whole = joined.movedim(0, dim).flatten(dim, dim + 1) if tensor.dim() else joined
         return whole if whole.dtype == tensor.dtype else whole.to(tensor.dtype)
 
-    return _Pending(tensor, work, finish) if async_op else finish()
+    return _Pending(tensor, work, finish, axis, "all_gather") if async_op else finish()
 
 
 @overload
@@ -198,10 +227,14 @@ def reduce_scatter(
     piece = torch.empty_like(pieces[0])
     divide = op == "avg" and not _has_average(axis)
     native = dist.ReduceOp.AVG if op == "avg" and not divide else dist.ReduceOp.SUM
-    work = _scatter_flat(piece.view(-1), pieces.view(-1), native, group=axis.group, async_op=async_op)
+    with nullcontext() if async_op else timed(axis, "reduce_scatter", pieces):
+        work = _scatter_flat(piece.view(-1), pieces.view(-1), native, group=axis.group, async_op=async_op)
     if async_op:
-        # ``pieces`` must outlive the collective, so the handle keeps it.
-        return _Pending(piece, work, lambda: piece.div_(axis.size) if divide else (pieces, piece)[1])
+
+        def finish() -> Tensor:
+            return piece.div_(axis.size) if divide else (pieces, piece)[1]  # ``pieces`` must outlive the collective
+
+        return _Pending(piece, work, finish, axis, "reduce_scatter")
     return piece.div_(axis.size) if divide else piece
 
 
@@ -226,7 +259,8 @@ def all_to_all(tensor: Tensor, axis: Axis, dim: int = 0) -> Tensor:
         )
     pieces = _plain(tensor.unflatten(dim, (axis.size, -1)).movedim(dim, 0))
     received = torch.empty_like(pieces)
-    dist.all_to_all_single(received.view(-1), pieces.view(-1), group=axis.group)
+    with timed(axis, "all_to_all", pieces):
+        dist.all_to_all_single(received.view(-1), pieces.view(-1), group=axis.group)
     return received.movedim(0, dim).flatten(dim, dim + 1).to(tensor.dtype)
 
 
@@ -235,7 +269,8 @@ def broadcast(tensor: Tensor, axis: Axis, src: int = 0) -> Tensor:
     if axis.group is None:
         return tensor
     payload = _plain(tensor)
-    dist.broadcast(payload, axis.ranks[src], group=axis.group)
+    with timed(axis, "broadcast", payload):
+        dist.broadcast(payload, axis.ranks[src], group=axis.group)
     if payload is not tensor:
         tensor.copy_(payload)
     return tensor

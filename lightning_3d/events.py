@@ -221,6 +221,7 @@ class _Record:
     begin: Any
     end: Any = None
     spans: list[Span] = field(default_factory=list)
+    has_work: bool = False
     micro_batches: int = 0
     samples: int = 0
     tokens: int = 0
@@ -280,13 +281,13 @@ class EventSource:
         return Span(self._clock, self._open.spans, (phase, chunk, micro_batch, label, bytes), self.opener)
 
     def begin_step(self, step: int, mode: str = "train") -> None:
-        """A step begins, and the one before it of the same loop ends.
+        """A step begins, and the one before it ends; one that has not counted its work yet (several loaders) goes on.
 
         Args:
             step: Optimizer steps before it.
             mode: Which loop it belongs to.
         """
-        if not self._listeners:
+        if not self._listeners or (self._open is not None and self._open.mode == mode and not self._open.has_work):
             return
         self.end_step()
         if any(mode in modes for modes in self._listeners.values()):
@@ -299,13 +300,14 @@ class EventSource:
     def count(self, micro_batches: int, samples: int, tokens: int) -> None:
         """What the step that runs works on."""
         if self._open is not None:
+            self._open.has_work = True
             self._open.micro_batches, self._open.samples, self._open.tokens = micro_batches, samples, tokens
 
     def end_step(self) -> None:
         """The step ends; tell the listeners about all steps that are past."""
         self.is_recording = False
         record, self._open = self._open, None
-        if record is not None:
+        if record is not None and record.has_work:  # else the loader had no batch left
             record.end = self._clock.mark()
             self._closed.append(record)
         self._tell()
@@ -361,8 +363,9 @@ class EventSource:
             start = begin + clock.seconds(record.begin, span.start)
             end = begin + clock.seconds(record.begin, span.end)
             if span.only_last is not None and end - span.only_last > start:
-                events.append(Event(Phase.SYNC, chunk, micro_batch, start, end - span.only_last, label, 0))
-                start = end - span.only_last
+                cut = min(end, end - span.only_last)
+                events.append(Event(Phase.SYNC, chunk, micro_batch, start, cut, label, 0))
+                start = cut
             events.append(Event(phase, chunk, micro_batch, start, end, label, size))
         events.sort(key=lambda event: event.start)
         length = clock.seconds(record.begin, record.end)

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.config import Sizes
+from lightning_3d.events import EventSource
 
 AXES = ("pp", "dp", "tp")
 
@@ -29,6 +30,8 @@ class Axis:
     """Global ranks along the axis, in order."""
     group: ProcessGroup | None = field(compare=False)
     """Their process group; ``None`` when the size is 1, where nothing is sent."""
+    events: EventSource = field(default_factory=EventSource, compare=False, repr=False)
+    """Told of the collectives over this axis."""
 
     @property
     def is_first(self) -> bool:
@@ -47,7 +50,8 @@ class Mesh:
 
     Rank = (pp * DP + dp) * TP + tp, so that tensor-parallel ranks are neighbours (inside a node) and pipeline stages
     are furthest apart. The ``control_*`` axes hold the same ranks with groups for messages in host memory (gloo);
-    on CPU they are the same objects as the others, except for ``control_world`` where it has a time limit of its own.
+    on CPU their groups are those of the others, except for ``control_world`` where it has a time limit of its own.
+    Nobody is told of their collectives: sites that wait in them say themselves what for.
     """
 
     device: torch.device
@@ -69,6 +73,11 @@ class Mesh:
     def rank(self) -> int:
         """The global rank."""
         return self.world.rank
+
+    @property
+    def events(self) -> EventSource:
+        """Where this rank tells when it does what."""
+        return self.world.events
 
     @property
     def sizes(self) -> Sizes:
@@ -115,7 +124,12 @@ class Where:
         return where(self.first + local_rank, self.sizes)
 
 
-def build_mesh(sizes: Sizes, device: torch.device, control_timeout: timedelta | None = None) -> Mesh:
+def build_mesh(
+    sizes: Sizes,
+    device: torch.device,
+    control_timeout: timedelta | None = None,
+    events: EventSource | None = None,
+) -> Mesh:
     """The mesh of the initialised default process group.
 
     Collective: every rank makes every group, in the same order.
@@ -125,10 +139,12 @@ def build_mesh(sizes: Sizes, device: torch.device, control_timeout: timedelta | 
         device: This rank's device.
         control_timeout: How long ranks wait for each other in ``control_world`` (on a GPU: in all control groups),
             where one may work alone for long; by default as long as in any other group.
+        events: Where this rank tells when it does what; by default nobody can listen.
     """
+    events = events or EventSource()
     if sizes.world == 1:
         alone = {name: Axis(name, 1, 0, (0,), None) for name in (*AXES, "model", "world")}
-        return _mesh(device, None, alone, alone)
+        return _mesh(device, None, alone, alone, events)
     rank = dist.get_rank()
     grid = torch.arange(sizes.world).view(sizes.pp, sizes.dp, sizes.tp)
     device_mesh = DeviceMesh(device.type, grid, mesh_dim_names=AXES)
@@ -147,7 +163,7 @@ def build_mesh(sizes: Sizes, device: torch.device, control_timeout: timedelta | 
         control = {name: _axis(name, ranks, rank, "gloo", timeout=control_timeout) for name, ranks in rows.items()}
     elif control_timeout is not None:
         control = {**axes, "world": _axis("world", grid.reshape(1, -1), rank, "gloo", timeout=control_timeout)}
-    return _mesh(device, device_mesh, axes, control)
+    return _mesh(device, device_mesh, axes, control, events)
 
 
 def side_mesh(mesh: Mesh, timeout: timedelta | None = None) -> Mesh:
@@ -171,8 +187,14 @@ def side_mesh(mesh: Mesh, timeout: timedelta | None = None) -> Mesh:
 
 
 def _mesh(
-    device: torch.device, device_mesh: DeviceMesh | None, axes: dict[str, Axis], control: dict[str, Axis]
+    device: torch.device,
+    device_mesh: DeviceMesh | None,
+    axes: dict[str, Axis],
+    control: dict[str, Axis],
+    events: EventSource,
 ) -> Mesh:
+    axes = {name: replace(axis, events=events) for name, axis in axes.items()}
+    control = {name: replace(axis, events=EventSource()) for name, axis in control.items()}
     return Mesh(
         device=device,
         device_mesh=device_mesh,

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from lightning_3d.checkpoint import BackgroundSaves, WholeValues
 from lightning_3d.config import ParallelConfig
+from lightning_3d.events import DeviceClock, EventSource
 from lightning_3d.mesh import AXES, Mesh, Where, build_mesh, side_mesh
 from lightning_3d.pipeline.compiling import Compiler
 from lightning_3d.precision import ThreeDPrecision
@@ -202,6 +203,7 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
         self._timeout = timedelta(seconds=timeout_s)
         self._patience = timedelta(seconds=wait_timeout_s)
         self.guard = FailureGuard()
+        self.events = EventSource()
         self.progress = Progress()
         self._watchdog = Watchdog(self.guard, self.progress, hang_timeout_s)
         self._preemption = Preemption(self.guard, preemption_grace_s)
@@ -345,7 +347,9 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
             data = (getattr(trainer, "datamodule", None),)
             self.config = agree(self.config, lambda: self._chosen(trainer, data))
         sizes = self.config.sizes(self.world_size, self.num_processes)
-        self._mesh = build_mesh(sizes, self.root_device, self._patience)
+        if self.root_device.type == "cuda":
+            self.events.use(DeviceClock())
+        self._mesh = build_mesh(sizes, self.root_device, self._patience, self.events)
         if self.config.async_save:
             self._saving.background = BackgroundSaves(self._mesh, side_mesh(self._mesh, self._patience))
         # Not a fresh seed, as DDP has it: one process would go on from the state that building the module has left.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_3d.errors import StageError
+from lightning_3d.events import Phase
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.links import Flight, Link
 from lightning_3d.pipeline.micro_batches import MicroBatch
@@ -49,19 +49,6 @@ class Step:
     """Name of the loop; steps of different loops may cut the model at different values."""
 
 
-@dataclass
-class StepTimes:
-    """Where the last step's time went on this rank, in seconds of the host's clock."""
-
-    total: float = 0.0
-    waiting: float = 0.0
-
-    @property
-    def idle_fraction(self) -> float:
-        """Share of the step that this rank spent waiting for other stages."""
-        return self.waiting / self.total if self.total else 0.0
-
-
 class Engine:
     """Runs steps on one pipeline rank.
 
@@ -91,7 +78,7 @@ class Engine:
         self._sent: dict[tuple[int, int], list[tuple[int, ...]]] = {}
         self._settled: set[int] = set()
         self._reset()
-        self.times = StepTimes()
+        self._events = mesh.events
         self.progress = Progress()
 
     def _reset(self) -> None:
@@ -124,8 +111,14 @@ class Engine:
         self._keys = [self._structure(piece, frozen) for piece in step.pieces]
         self._outputs: list[Any] = [None] * len(step.pieces)
         self._done: dict[int, int] = dict.fromkeys(self._stage.cut.owned, 0)
-        self.times = StepTimes()
-        start = time.perf_counter()
+        with self._events.span(Phase.PIPELINE, label=step.mode):
+            self._run_all(step)
+        owns_last = self._last_chunk in self._stage.cut.owned
+        outputs, self._outputs = self._outputs, []
+        self._reset()
+        return outputs if owns_last else []
+
+    def _run_all(self, step: Step) -> None:
         if all(key in self._settled for key, _ in self._keys):
             self._execute(self._actions(len(step.pieces)), step.pieces)
         else:
@@ -136,12 +129,7 @@ class Engine:
                 self._execute(backward, [piece])
             self._settled.update(key for key, _ in self._keys)
         while self._leaving:
-            self._wait(self._leaving.popleft())
-        self.times.total = time.perf_counter() - start
-        owns_last = self._last_chunk in self._stage.cut.owned
-        outputs, self._outputs = self._outputs, []
-        self._reset()
-        return outputs if owns_last else []
+            self._leaving.popleft().wait()
 
     def _actions(self, count: int) -> Sequence[Action]:
         forward_only = self._step.backward is None
@@ -173,10 +161,12 @@ class Engine:
             if self._rank_of(chunk) == self._rank:
                 settling.lead(chunk)
                 self.progress.act(Action(Kind.F, chunk, piece.index))
-                self._run_chunk(chunk, piece, settling, flights[chunk])
-                settling.end()
+                with self._events.span(Phase.FORWARD, chunk, piece.index):
+                    self._run_chunk(chunk, piece, settling, flights[chunk])
+                    settling.end()
             else:
-                settling.follow(chunk)
+                with self._events.span(Phase.PP_WAIT, chunk, piece.index, "settle"):
+                    settling.follow(chunk)
         for chunk, flight in flights.items():
             flight.let_go()
             flight.sent = Pending([], [], self._device)
@@ -186,7 +176,8 @@ class Engine:
     def _forward(self, action: Action, piece: MicroBatch) -> None:
         chunk = action.chunk
         flight = Flight()
-        self._run_chunk(chunk, piece, _Settled(self, chunk, piece, flight), flight)
+        with self._events.span(Phase.FORWARD, chunk, piece.index):
+            self._run_chunk(chunk, piece, _Settled(self, chunk, piece, flight), flight)
         if self._step.backward is not None or chunk != self._last_chunk:
             self._flights[chunk, piece.index] = flight
 
@@ -212,7 +203,7 @@ class Engine:
             self._shapes[chunk, self._keys[piece.index][1]] = facts
             pending = self._transport.receive(facts, source, ACTIVATIONS, chunk, piece.index)
             self._put_off.get(source, set()).discard((chunk, piece.index))
-        return [as_input(t, grad) for t, grad in zip(self._wait(pending), link.needs_grad, strict=True)]
+        return [as_input(t, grad) for t, grad in zip(pending.wait(), link.needs_grad, strict=True)]
 
     def _send_forward(self, action: Action, piece: MicroBatch) -> None:
         chunk = action.chunk
@@ -254,7 +245,10 @@ class Engine:
         return self._transport.receive(facts, self._rank_of(chunk + 1), GRADIENTS, chunk, piece.index)
 
     def _backward(self, action: Action, piece: MicroBatch) -> None:
-        chunk = action.chunk
+        with self._events.span(Phase.BACKWARD, action.chunk, piece.index):
+            self._run_backward(action.chunk, piece)
+
+    def _run_backward(self, chunk: int, piece: MicroBatch) -> None:
         flight = self._flights.pop((chunk, piece.index))
         self._done[chunk] += 1
         total = len(self._step.pieces)
@@ -273,9 +267,9 @@ class Engine:
                 gradients = self._handed_over.pop((Kind.B, chunk, piece.index))
             else:
                 pending = self._arriving.pop((Kind.RECV_B, chunk, piece.index), None)
-                gradients = self._wait(pending or self._receive_gradients(chunk, piece, flight))
+                gradients = (pending or self._receive_gradients(chunk, piece, flight)).wait()
                 assert flight.sent is not None
-                self._wait(flight.sent)
+                flight.sent.wait()
             if outputs:
                 torch.autograd.backward(outputs, gradients)
         inputs = [tensor for tensor in flight.inputs if tensor.requires_grad]
@@ -293,13 +287,7 @@ class Engine:
         """Keep a message until it is done, and at most one per stage: memory must not grow with the micro-batches."""
         self._leaving.append(sent)
         if len(self._leaving) > self._num_stages:
-            self._wait(self._leaving.popleft())
-
-    def _wait(self, pending: Pending) -> list[Tensor]:
-        start = time.perf_counter()
-        tensors = pending.wait()
-        self.times.waiting += time.perf_counter() - start
-        return tensors
+            self._leaving.popleft().wait()
 
     def _rank_of(self, chunk: int) -> int:
         return chunk % self._num_stages

@@ -31,6 +31,13 @@ def batch_size_of(batch: Any) -> int:
     return _tensor_length(batch) or _list_length(batch) or 1
 
 
+def tokens_of(batch: Any) -> int:
+    """Tokens in a batch: positions of its first tensor of ids (whole numbers, samples x positions); 0 without one."""
+    if isinstance(batch, Tensor):
+        return batch.numel() if batch.dim() == 2 and batch.dtype in (torch.int64, torch.int32) else 0
+    return next((count for part in _parts(batch) if (count := tokens_of(part))), 0)
+
+
 def _parts(batch: Any) -> list[Any]:
     if isinstance(batch, Mapping):
         return list(batch.values())

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_3d.collectives import as_bytes
+from lightning_3d.events import EventSource, Phase
 from lightning_3d.mesh import Mesh
 
 ACTIVATIONS, GRADIENTS = 0, 1
+_SENT, _RECEIVED = ("activations sent", "gradients sent"), ("activations", "gradients")
 
 
 @dataclass(frozen=True)
@@ -34,17 +36,34 @@ class Fact:
 class Pending:
     """A message under way; holds its tensors until it is done."""
 
-    def __init__(self, works: list[Any], tensors: list[Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        works: list[Any],
+        tensors: list[Tensor],
+        device: torch.device,
+        events: EventSource | None = None,
+        what: tuple[int, int, str] = (-1, -1, ""),
+    ) -> None:
         self._works = works
         self._device = device
+        self._events = events
+        self._what = what
+        """Chunk and micro-batch that it belongs to, and what it is, for those who time the wait."""
         self.tensors = tensors
 
     def wait(self) -> list[Tensor]:
         """Wait for the message (on CUDA: let the current stream wait), and give the tensors."""
+        if self._events is not None and self._events.is_recording and self._works:
+            with self._events.span(Phase.PP_WAIT, *self._what, sum(tensor.nbytes for tensor in self.tensors)):
+                self._wait()
+        else:
+            self._wait()
+        return [tensor if tensor.device == self._device else tensor.to(self._device) for tensor in self.tensors]
+
+    def _wait(self) -> None:
         for work in self._works:
             work.wait()
         self._works = []
-        return [tensor if tensor.device == self._device else tensor.to(self._device) for tensor in self.tensors]
 
 
 class Transport:
@@ -61,6 +80,7 @@ class Transport:
         self._control = mesh.control_pp
         self._device = mesh.device
         self._memory = mesh.device
+        self._events = mesh.events
         self._groups: list[ProcessGroup | None] = [mesh.pp.group] * 4
         if mesh.pp.size > 1 and mesh.device.type == "cuda":
             if dist.get_backend(mesh.pp.group) == "gloo":
@@ -77,7 +97,7 @@ class Transport:
             for i, item in enumerate(payload)
             if item.numel()
         ]
-        return Pending(works, payload, self._memory)
+        return Pending(works, payload, self._memory, self._events, (chunk, micro_batch, _SENT[kind]))
 
     def receive(self, facts: Sequence[Fact], peer: int, kind: int, chunk: int, micro_batch: int) -> Pending:
         """Post the receive of tensors with these facts from pipeline rank ``peer``."""
@@ -88,7 +108,7 @@ class Transport:
             for i, item in enumerate(tensors)
             if item.numel()
         ]
-        return Pending(works, tensors, self._device)
+        return Pending(works, tensors, self._device, self._events, (chunk, micro_batch, _RECEIVED[kind]))
 
     def send_object(self, value: object, peer: int) -> None:
         """Send a small host object to pipeline rank ``peer``; waits until it is taken."""

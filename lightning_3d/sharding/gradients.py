@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.collectives import all_gather_object
+from lightning_3d.collectives import all_gather_object, timed
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Axis, Mesh, where
 from lightning_3d.sharding.reducer import local_of
@@ -58,7 +58,8 @@ def sum_together(parameters: Sequence[nn.Parameter], axis: Axis, fill: bool) -> 
         wide = torch.promote_types(dtype, torch.float32)
         locals_ = [local_of(p.grad if p.grad is not None else torch.zeros_like(p)) for p in members]
         flat = torch.cat([local.detach().reshape(-1).to(wide) for local in locals_])
-        dist.all_reduce(flat, group=axis.group)
+        with timed(axis, "all_reduce", flat):
+            dist.all_reduce(flat, group=axis.group)
         pieces = flat.split([local.numel() for local in locals_])
         with torch.no_grad():
             torch._foreach_copy_(locals_, [p.view(loc.shape) for p, loc in zip(pieces, locals_, strict=True)])
@@ -98,7 +99,8 @@ def global_norm(owned: Iterable[OwnedParameter], mesh: Mesh, norm_type: float = 
         return _largest(stacked.max(), mesh)
     total = stacked.pow(norm_type).sum()
     if mesh.world.size > 1:
-        dist.all_reduce(total, group=mesh.world.group)
+        with timed(mesh.world, "norm", total):
+            dist.all_reduce(total, group=mesh.world.group)
     return total.pow(1.0 / norm_type)
 
 
@@ -173,7 +175,8 @@ def nonfinite_gradients(owned: Iterable[OwnedParameter], mesh: Mesh, limit: int 
 def agree_on_max(found: Tensor, mesh: Mesh) -> Tensor:
     """``found``, a finite scalar, as its largest value over all ranks."""
     if mesh.world.size > 1:
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.world.group)
+        with timed(mesh.world, "nonfinite", found):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.world.group)
     return found
 
 
@@ -183,7 +186,8 @@ def _largest(value: Tensor, mesh: Mesh) -> Tensor:
     # Backends differ in what the maximum of NaN and a number is, so NaN travels beside the value.
     is_nan = torch.isnan(value)
     pair = torch.stack([torch.where(is_nan, torch.zeros_like(value), value), is_nan.to(value)])
-    dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=mesh.world.group)
+    with timed(mesh.world, "norm", pair):
+        dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=mesh.world.group)
     return torch.where(pair[1] > 0, torch.full_like(value, math.nan), pair[0])
 
 

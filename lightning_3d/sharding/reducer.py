@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.collectives import timed
 from lightning_3d.mesh import Axis
 
 BUCKET_BYTES = 25 * 2**20
@@ -207,9 +208,10 @@ class BucketReducer:
     def _receive(self, bucket: _Bucket) -> None:
         if bucket.work is None:
             return
-        bucket.work.wait()
-        bucket.work = None
         assert bucket.buffer is not None
+        with timed(self._axis, "all_reduce", bucket.buffer):
+            bucket.work.wait()
+        bucket.work = None
         if bucket.dtype != torch.float16:
             bucket.buffer.div_(self._axis.size)
 

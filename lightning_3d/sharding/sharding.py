@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_3d.collectives import all_reduce
 from lightning_3d.config import ParallelConfig
+from lightning_3d.events import Phase
 from lightning_3d.initialization import materialise
 from lightning_3d.mesh import Mesh
 from lightning_3d.placeholder import is_placeholder
@@ -130,7 +131,8 @@ class Sharding:
     def _drop_absent(self, parameters: list[nn.Parameter], flags: Tensor, work: Any) -> None:
         if work is None:
             return
-        work.wait()
+        with self._mesh.events.span(Phase.DP, label="presence"):
+            work.wait()
         for parameter, flag in zip(parameters, flags.tolist(), strict=True):
             if not flag:
                 parameter.grad = None
@@ -186,6 +188,7 @@ def build_sharding(
             _sharded_reduce_dtype(reduce_dtype, named.values()),
             ignored,
             unit_bytes,
+            mesh.events,
         )
     materialise(module, mesh.device)
     reducer = None

@@ -96,5 +96,5 @@ def _axes(stages: tuple[int, ...], mesh: Mesh) -> tuple[Axis, Axis]:
                 new = dist.new_group(ranks, backend=backend)
                 if mesh.rank in ranks:
                     group = new
-        made.append(Axis("tie", len(stages), rank, mine, group))
+        made.append(Axis("tie", len(stages), rank, mine, group, mesh.events))
     return made[0], made[-1]

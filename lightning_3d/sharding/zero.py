@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_3d.attributes import share_attributes
+from lightning_3d.events import EventSource, Phase
 from lightning_3d.initialization import following
 from lightning_3d.placeholder import is_placeholder
 
@@ -106,6 +107,7 @@ class ZeroShards:
         reduce_dtype: Type in which gradients are summed, or ``None`` for their own.
         ignored: Parameters to leave whole.
         unit_bytes: Blocks are grouped until a unit has this size.
+        events: Told where this rank waits for the others.
     """
 
     def __init__(
@@ -118,8 +120,10 @@ class ZeroShards:
         reduce_dtype: torch.dtype | None,
         ignored: set[nn.Parameter],
         unit_bytes: int = UNIT_BYTES,
+        events: EventSource | None = None,
     ) -> None:
         self.rule = rule
+        self.events = events or EventSource()
         self.root = Unit([root], None)
         self.units = [Unit(group, chunk) for chunk in sorted(blocks) for group in _group(blocks[chunk], unit_bytes)]
         # Inputs are left as they are: autocast casts what computes, and the user's own float inputs stay exact.
@@ -231,6 +235,9 @@ class ZeroShards:
         for unit in self.all_units:
             for group in unit.groups:
                 group.post_backward = _OrderedReduction(self, unit, group)
+                # On a GPU the first makes the computing stream wait for parameters, the second for reduced gradients.
+                group.wait_for_unshard = _Timed(self.events, group.wait_for_unshard, "all_gather")
+                group.finalize_backward = _Timed(self.events, group.finalize_backward, "reduce_scatter")
 
     def _refresh_types(self) -> None:
         """FSDP2 fixes the types of a group's gradients once; parameters that were frozen then have none."""
@@ -243,6 +250,17 @@ class ZeroShards:
         for unit in self.all_units:
             for group in unit.groups:
                 yield from group.fsdp_params
+
+
+class _Timed:
+    """A method of a group in which this rank may wait for the other replicas."""
+
+    def __init__(self, events: EventSource, call: Callable[..., None], label: str) -> None:
+        self._events, self._call, self._label = events, call, label
+
+    def __call__(self, *args: Any) -> None:
+        with self._events.span(Phase.DP, label=self._label):
+            self._call(*args)
 
 
 class _OrderedReduction:
@@ -265,7 +283,8 @@ class _OrderedReduction:
         if self._group.reduce_grads:
             self._complete()
             self._unit.has_reduced = True
-        self._post_backward(*args)
+        with self._shards.events.span(Phase.DP, label="reduce_scatter"):  # waits on a CPU alone
+            self._post_backward(*args)
 
     def _reduces(self, unit: Unit) -> bool:
         return any(group.reduce_grads for group in unit.groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import time
 import traceback
 import warnings
 import weakref
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_3d.collectives import all_gather, all_gather_object, broadcast_object
 from lightning_3d.errors import ThreeDError
+from lightning_3d.events import Phase
 from lightning_3d.mesh import Mesh, where
 from lightning_3d.pipeline.micro_batches import batch_size_of
 from lightning_3d.trainer.host_random import GeneratorStates, HostRandomState
@@ -119,6 +121,10 @@ class Epochs(Protocol):
     @property
     def current(self) -> int:
         """Number of the epoch that the loop is in, or begins."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps before the next batch."""
 
     @property
     def at_end(self) -> bool:
@@ -296,7 +302,8 @@ class _Pass:
         self.num_batches = batches
         if shared.mesh.is_replica_reader:
             try:
-                self._source = self._start(batches, resume)
+                with shared.mesh.events.span(Phase.LOADER, label="start"):
+                    self._source = self._start(batches, resume)
             except Exception as error:  # told to the others at the first batch, where they listen
                 self._error = error
         if resume:
@@ -334,19 +341,31 @@ class _Pass:
         if self.ended:
             raise StopIteration
         shared = self.shared
-        mesh = shared.mesh
+        mesh, events = shared.mesh, shared.mesh.events
+        if shared.epochs is not None:
+            events.begin_step(shared.epochs.steps)
         before: HostRandomState | None = None
         if not mesh.is_replica_reader:
-            (content, random), notes = shared._channel.exchange()
+            with events.span(Phase.LOADER, label="others") as span:
+                (content, random), notes = shared._channel.exchange()
+                if span is not None:  # before, the reader may have been at work on its last batch
+                    span.only_last = notes[6] / 1e6
         else:
             wish = shared.stopping.wish if shared.stopping is not None else 0
             before = HostRandomState.get() if mesh.model.size > 1 or wish else None
-            status, content = self._read()
-            content, notes = self._agree(status, content, wish)
+            began = time.perf_counter()
+            with events.span(Phase.LOADER, label="read"):
+                status, content = self._read()
+            microseconds = int((time.perf_counter() - began) * 1e6)
+            with events.span(Phase.LOADER, label="others") as span:
+                content, notes = self._agree(status, content, wish, microseconds)
+                if span is not None:
+                    span.only_last = (notes[6] - microseconds) / 1e6
             random = None
             if before is not None and (after := HostRandomState.get()) != before:
                 random = after
-            self._tell(content, random, notes)
+            with events.span(Phase.SYNC, label="batch"):
+                self._tell(content, random, notes)
         if notes[0] == _BATCH and shared.stopping is not None and shared.stopping.ends(shared, notes[5]):
             if before is not None:
                 before.set()  # of the batch that is read again when the run goes on
@@ -361,7 +380,7 @@ class _Pass:
                 raise
             # A batch that does not pickle: nothing was sent yet, so the others still wait for a header.
             text = f"This batch cannot be handed to the other ranks of the replica.\n{traceback.format_exc()}"
-            self.shared._channel.exchange((text, None), (_ERROR, 0, 0, self.shared.mesh.rank, 0, 0))
+            self.shared._channel.exchange((text, None), (_ERROR, 0, 0, self.shared.mesh.rank, 0, 0, 0))
             raise ReaderError(text) from error
 
     def _read(self) -> tuple[int, Any]:
@@ -384,28 +403,29 @@ class _Pass:
         indices = tuple(sampler.served.popleft()) if sampler is not None and sampler.served else None
         return _BATCH, (batch, indices)
 
-    def _agree(self, status: int, content: Any, wish: int) -> tuple[Any, tuple[int, ...]]:
+    def _agree(self, status: int, content: Any, wish: int, microseconds: int) -> tuple[Any, tuple[int, ...]]:
         """Settle with the readers of the other replicas what this step is."""
         mesh = self.shared.mesh
         size = batch_size_of(content[0]) if status == _BATCH else 0
-        rows = _gather_numbers((status, size, int(self._has_last or status == _BATCH), wish), mesh)
+        rows = _gather_numbers((status, size, int(self._has_last or status == _BATCH), wish, microseconds), mesh)
         wish = min(row[3] for row in rows)  # all have set aside what reading may change
+        slowest = max(row[4] for row in rows)
         failed = [replica for replica, row in enumerate(rows) if row[0] == _ERROR]
         if failed:
             text = broadcast_object(content, mesh.control_dp, failed[0])
-            return text, (_ERROR, 0, 0, mesh.control_dp.ranks[failed[0]], 0, 0)
+            return text, (_ERROR, 0, 0, mesh.control_dp.ranks[failed[0]], 0, 0, slowest)
         if all(row[0] == _END for row in rows):
-            return None, (_END, 0, 0, 0, 0, 0)
+            return None, (_END, 0, 0, 0, 0, 0, slowest)
         global_size = sum(row[1] for row in rows)
         foreign: Any = None
         if not all(row[2] for row in rows):
             owner = next(replica for replica, row in enumerate(rows) if row[0] == _BATCH)
             foreign = broadcast_object(content, mesh.control_dp, owner)
         if status == _BATCH:
-            return content, (_BATCH, size, global_size, 0, _NEW, wish)
+            return content, (_BATCH, size, global_size, 0, _NEW, wish, slowest)
         if self._has_last:
-            return None, (_BATCH, batch_size_of(self._last), global_size, 1, _SAME, wish)
-        return (foreign[0], ()), (_BATCH, batch_size_of(foreign[0]), global_size, 1, _NEW, wish)
+            return None, (_BATCH, batch_size_of(self._last), global_size, 1, _SAME, wish, slowest)
+        return (foreign[0], ()), (_BATCH, batch_size_of(foreign[0]), global_size, 1, _NEW, wish, slowest)
 
     def _deliver(self, content: Any, random: HostRandomState | None, notes: tuple[int, ...]) -> Any:
         status, size, global_size, extra, which = notes[:5]

@@ -80,6 +80,10 @@ class _TrainingEpochs:
         return int(vars(self._trainer.fit_loop.epoch_progress.current)["processed"])
 
     @property
+    def steps(self) -> int:
+        return int(self._trainer.global_step)
+
+    @property
     def at_end(self) -> bool:
         # Lightning counts a batch as completed after `on_train_batch_end`. A checkpoint of that hook in the last batch
         # of an epoch is resumed with the next epoch; one that is written later with the rest of this one.

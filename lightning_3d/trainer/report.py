@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from lightning_3d.events import Phase
 from lightning_3d.mesh import Mesh
 from lightning_3d.trainer.logger_calls import LoggerCalls
 from lightning_3d.trainer.logs import LogRelay
@@ -102,7 +103,9 @@ class StepReport:
                 mirror.restore(before)
             delta = mirror.delta(before) if last and not self._filler and before is not None else None
             message = (output, logged, delta or None, calls)
-            (output, logged, delta, calls), _ = self._channel.exchange(message, names=mirror.names, named=mirror.named)
+            with self.mesh.events.span(Phase.SYNC, label="outputs"):
+                told, _ = self._channel.exchange(message, names=mirror.names, named=mirror.named)
+            output, logged, delta, calls = told
             if delta is not None and not last:
                 mirror.apply(delta)
         if logged is not None:

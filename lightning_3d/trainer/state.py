@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_3d import checkpoint as checkpoints
 from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
+from lightning_3d.events import Phase
 from lightning_3d.trainer.assembly import Assembly
 from lightning_3d.trainer.failure import say
 from lightning_3d.trainer.host_random import HostRandomState
@@ -74,7 +75,8 @@ class StatefulStrategy(ReplicaStrategy):
         with states_of_all(self.lightning_module) as states:
             named = checkpoint.get("state_dict") or {}
             named.update({key: value for key, value in states.items() if key in named})
-            self._saving.save(filepath, gather, self.topology)
+            with self.topology.events.span(Phase.CHECKPOINT):
+                self._saving.save(filepath, gather, self.topology)
 
     def finish_saving(self) -> None:
         """Wait until no checkpoint is under way in the background; collective.
@@ -125,6 +127,7 @@ class StatefulStrategy(ReplicaStrategy):
     def on_train_end(self) -> None:
         self._saving.training = False
         self.finish_saving()
+        self.topology.events.flush()
         if isinstance(self._launcher, ProcessLauncher):
             self.final_state_dict = self.full_state_dict()  # the process that started this one takes it over
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_3d.events import EventSource, Phase
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.progress import Progress
 from lightning_3d.sharding import global_norm
@@ -22,6 +25,7 @@ from lightning_3d.trainer.steps import StepRunner
 class SteppingStrategy(StatefulStrategy):
     """A strategy that runs the user's steps, once the module is laid out."""
 
+    events: EventSource
     progress: Progress
     _gate: LoaderGate
     _ledger: BatchLedger
@@ -66,38 +70,60 @@ class SteppingStrategy(StatefulStrategy):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not self._assembled.stage.module.automatic_optimization:
             self._assembled.sharding.release()  # the step changes what the gathered parameters are copies of
-        result = super().optimizer_step(optimizer, *args, **kwargs)
+        result = self._timed_step(optimizer, *args, **kwargs)
         self.progress.enter("between batches: hooks, loggers, loader")
         return result
 
+    def _timed_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """The step; what follows the closure, which runs the batch, is the optimizer's time."""
+        if not self.events.is_recording:
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        with ExitStack() as stack:
+
+            def batch() -> Any:
+                stack.close()  # LBFGS runs several batches
+                result = closure()
+                stack.enter_context(self.events.span(Phase.OPTIMIZER))
+                return result
+
+            return super().optimizer_step(optimizer, batch, *args, **kwargs)
+
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.progress.enter("validation batch")
+        self._begin_evaluation("validation")
         return self._steps.evaluation_step("validation", *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.progress.enter("test batch")
+        self._begin_evaluation("test")
         return self._steps.evaluation_step("test", *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.progress.enter("predict batch")
+        self._begin_evaluation("predict")
         return self._steps.evaluation_step("predict", *args, **kwargs)
+
+    def _begin_evaluation(self, mode: str) -> None:
+        assert self.lightning_module is not None
+        self.progress.enter(f"{mode} batch")
+        self.events.begin_step(self.lightning_module.trainer.global_step, mode)
+
+    def on_validation_start(self) -> None:
+        """What follows is no part of a training step."""
+        self.events.begin_evaluation()
+
+    def on_validation_end(self) -> None:
+        """Training goes on, if there is any."""
+        self.events.end_evaluation()
+
+    def on_test_end(self) -> None:
+        """The last batch is through."""
+        self.events.flush()
 
     @property
     def current_batch(self) -> BatchFacts:
         """Samples of the batch that is run, here and over all replicas, and whether it only fills up this replica."""
         return self._ledger.current
-
-    @property
-    def idle_fraction(self) -> float | None:
-        """Share of the last training step that this rank waited for other stages.
-
-        ``None`` without a pipeline, and on a GPU, where the host's clock does not show when the device waits.
-        """
-        measured = self.topology.pp.size > 1 and self.topology.device.type == "cpu"
-        return self._steps.times.idle_fraction if measured else None
 
     def on_predict_start(self) -> None:
         """Keep fillers and peers out of the predictions."""
@@ -106,6 +132,7 @@ class SteppingStrategy(StatefulStrategy):
     def on_predict_end(self) -> None:
         """Give the callbacks back."""
         self._predictions.remove()
+        self.events.flush()
 
     def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
         """Norm of the gradients of the whole model, the same on all ranks; use it in ``on_before_optimizer_step``.

@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from lightning_3d.collectives import all_reduce
 from lightning_3d.config import ParallelConfig, micro_batch_count
 from lightning_3d.errors import ConfigError
+from lightning_3d.events import Phase
 from lightning_3d.mesh import Mesh
-from lightning_3d.pipeline.engine import Step, StepTimes
+from lightning_3d.pipeline.engine import Step
 from lightning_3d.pipeline.foreign import refuse_foreign
-from lightning_3d.pipeline.micro_batches import MicroBatch, cut, loss_weights, piece_sizes
+from lightning_3d.pipeline.micro_batches import MicroBatch, cut, loss_weights, piece_sizes, tokens_of
 from lightning_3d.pipeline.needs import Alone
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.random import mix_seed
@@ -60,6 +61,7 @@ class StepRunner:
         self._mesh = mesh
         self._precision = precision
         self._ledger = ledger
+        self._events = mesh.events
         self._relay = LogRelay(module, mesh)
         cut = assembly.stage.cut
         mirror = StateMirror(module, in_block=cut.in_block, is_everywhere=cut.is_everywhere)
@@ -68,8 +70,6 @@ class StepRunner:
         self._fresh: list[tuple[Tensor, Tensor | None]] | None = None
         self._in_engine = False
         self._looked_for_replaced = False
-        self.times = StepTimes()
-        """Where the last training step's time went on this rank."""
         check_steps(module, config, mesh.pp.size)
         if not module.automatic_optimization:
             assembly.sharding.allow_manual_use()
@@ -83,8 +83,9 @@ class StepRunner:
         pieces = self._pieces(args[0], facts, training=True)
         self._warn_of_bubble(len(pieces))
         self._in_engine = self._mesh.pp.size > 1 or len(pieces) > 1
+        self._count(facts, len(pieces), args[0])
         if self._mesh.world.size == 1 and not self._in_engine:
-            with self._precision.train_step_context():
+            with self._precision.train_step_context(), self._events.span(Phase.FORWARD, 0, 0):
                 return self._module.training_step(*args)
         weights, factors = self._weigh(pieces, facts)
         self._begin(facts, len(pieces))
@@ -116,7 +117,6 @@ class StepRunner:
         engine = self._assembly.engine
         outputs = engine.run(Step(pieces=pieces, call=call, backward=backward, sync=self._sync, mode="train"))
         self._assembly.sharding.finish(self._sync)
-        self.times = engine.times
         if old is not None:
             self._fresh = [(p, p.grad) for p in self._parameters]
             for parameter, gradient in old:
@@ -142,7 +142,8 @@ class StepRunner:
             sharding.gather()
             sharding.prepare_backward(0, last_of_chunk=True, last_of_step=True, sync=sync)
             scaled = self._precision.scale_loss(_scaled(loss, self._loss_factor))
-            self._precision.backward(scaled, self._module, optimizer, *args, **kwargs)
+            with self._events.span(Phase.BACKWARD, 0, 0):
+                self._precision.backward(scaled, self._module, optimizer, *args, **kwargs)
             sharding.finish(sync)
             for parameter, gradient in earlier:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
@@ -211,10 +212,12 @@ class StepRunner:
         """
         step_fn = getattr(self._module, f"{mode}_step")
         if self._mesh.world.size == 1:
-            with self._context(mode):
+            self._count(self._ledger.current, 1, args[0])
+            with self._context(mode), self._events.span(Phase.FORWARD, 0, 0):
                 return step_fn(*args)
         facts = self._ledger.current
         pieces = self._pieces(args[0], facts, training=False)
+        self._count(facts, len(pieces), args[0])
         weights, _ = self._weigh(pieces, facts)
         self._begin(facts, len(pieces))
         call = self._caller(mode, step_fn, args, weights)
@@ -227,6 +230,11 @@ class StepRunner:
         return self._report.publish(output)
 
     # --- both ------------------------------------------------------------------------------------------------------
+
+    def _count(self, facts: BatchFacts, num_pieces: int, batch: Any) -> None:
+        if self._events.is_recording:
+            of_own = not facts.filler
+            self._events.count(num_pieces, facts.size if of_own else 0, tokens_of(batch) if of_own else 0)
 
     def _begin(self, facts: BatchFacts, num_pieces: int) -> None:
         self._relay.begin(facts, num_pieces)
@@ -294,7 +302,8 @@ class StepRunner:
         return contexts[mode]()
 
     def _run_alone(self, call: Callable[[MicroBatch], Any], piece: MicroBatch) -> Any:
-        return self._assembly.stage(lambda: call(piece), 0, Alone())[1]
+        with self._events.span(Phase.FORWARD, 0, 0):
+            return self._assembly.stage(lambda: call(piece), 0, Alone())[1]
 
     def _combined(self, outputs: Sequence[Any], weights: Sequence[float | Tensor], pieces: Sequence[MicroBatch]) -> Any:
         if not outputs:
