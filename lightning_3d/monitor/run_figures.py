@@ -1,0 +1,177 @@
+"""The figures of a whole run, from its record: where the time of a step went on every rank, without its first steps."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.monitor.record import Entry, Leak, Place, RankWindow, Run, Spread, Straggler, Window
+
+COMPUTE = ("forward", "backward", "weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slow:
+    """A rank that was named in one window or several."""
+
+    place: Place
+    phase: str
+    excess_s: float
+    """Seconds per step that it took more than its peers, mean of the windows in which it was named."""
+    windows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFigures:
+    """One run, as the report sees it."""
+
+    run: Run
+    windows: tuple[Window, ...]
+    step_s: float
+    """Mean time of a batch."""
+    seconds: tuple[dict[str, float], ...]
+    """Of every rank, mean time of a batch by phase."""
+    micro_batches: float
+    samples: float
+    """Of a replica, per batch; mean."""
+    tokens_per_s: float
+    """Of all replicas."""
+    memory_peak: tuple[int, ...]
+    """Of every rank, bytes."""
+    slow: tuple[Slow, ...]
+    """Worst first."""
+    leaks: tuple[Leak, ...] = field(default=())
+    """The last of every rank, fastest first."""
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """All ranks."""
+        return self.run.places
+
+    def mean(self, phase: str) -> float:
+        """Mean over ranks of the seconds of a phase."""
+        return statistics.fmean(seconds.get(phase, 0.0) for seconds in self.seconds)
+
+    def exposed(self, phase: str, axes: Sequence[str]) -> float:
+        """Seconds that messages of a phase themselves cost, without waiting for ranks that come late.
+
+        All ranks of a group leave a collective at about the same time: who comes last waits for the transfer alone.
+
+        Args:
+            phase: Such as ``"tp"``.
+            axes: Of the mesh, whose indices the ranks of a group share.
+        """
+        groups: defaultdict[tuple[int, ...], list[float]] = defaultdict(list)
+        for place, seconds in zip(self.places, self.seconds, strict=True):
+            groups[tuple(getattr(place, axis) for axis in axes)].append(seconds.get(phase, 0.0))
+        return statistics.fmean(min(values) for values in groups.values())
+
+    def stage_seconds(self, phases: Sequence[str] = COMPUTE) -> list[float]:
+        """Seconds per batch of every stage in these phases, of its ranks that are not slow; with its messages of tp.
+
+        Messages of tensor parallelism lie within forwards and backwards, and are shared out among them by their time.
+        """
+        slow = {one.place.rank for one in self.slow}
+        result = []
+        for stage in range(self.run.sizes[0]):
+            ranks = [place.rank for place in self.places if place.pp == stage]
+            healthy = [rank for rank in ranks if rank not in slow] or ranks
+            values = []
+            for rank in healthy:
+                mine = self.seconds[rank]
+                own = sum(mine.get(phase, 0.0) for phase in phases)
+                every = sum(mine.get(phase, 0.0) for phase in COMPUTE) or 1.0
+                values.append(own + mine.get("tp", 0.0) * own / every)
+            result.append(statistics.median(values))
+        # A stage of one rank that is slow has no healthy peer: what it takes too much is known.
+        for one in self.slow:
+            alone = sum(place.pp == one.place.pp for place in self.places) == 1
+            if alone and one.phase in phases:
+                result[one.place.pp] -= one.excess_s
+        return result
+
+
+def figures_of(entries: Iterable[Entry]) -> RunFigures:
+    """The figures of the last run in a record.
+
+    Raises:
+        ConfigError: The run ended before its first window.
+    """
+    run: Run | None = None
+    windows: list[Window] = []
+    found: list[Straggler] = []
+    leaks: dict[tuple[int, str], Leak] = {}
+    for entry in entries:
+        if isinstance(entry, Run):
+            run = entry
+            windows, found, leaks = [], [], {}
+        elif isinstance(entry, Window):
+            windows.append(entry)
+        elif isinstance(entry, Straggler):
+            found.append(entry)
+        else:
+            leaks[entry.place.rank, entry.kind] = entry
+    if run is None or not any(rank.steps for window in windows for rank in window.ranks):
+        raise ConfigError(
+            "The run has written down no window of steps: it ended before the first was full. Train longer, or give"
+            " ThreeDMonitor or Diagnosis a smaller every_n_steps."
+        )
+    ranks = [_over([window.ranks[place.rank] for window in windows]) for place in run.places]
+    readers = [rank for rank, place in zip(ranks, run.places, strict=True) if place.pp == 0 and place.tp == 0]
+    step = statistics.fmean(rank.step_s for rank in ranks)
+    return RunFigures(
+        run=run,
+        windows=tuple(windows),
+        step_s=step,
+        seconds=tuple({name: spread.mean for name, spread in rank.seconds.items()} for rank in ranks),
+        micro_batches=statistics.fmean(rank.micro_batches for rank in ranks),
+        samples=statistics.fmean(rank.samples for rank in readers),
+        tokens_per_s=sum(rank.tokens for rank in readers) / step if step else 0.0,
+        memory_peak=tuple(max(rank.memory_peak, rank.memory) for rank in ranks),
+        slow=_slow(found),
+        leaks=tuple(sorted(leaks.values(), key=lambda leak: -leak.bytes_per_step)),
+    )
+
+
+def _over(windows: Sequence[RankWindow]) -> RankWindow:
+    """One window out of several of a rank, by their steps."""
+    total = sum(window.steps for window in windows) or 1
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(value * window.steps for value, window in zip(values, windows, strict=True)) / total
+
+    names = sorted({name for window in windows for name in window.seconds})
+    nothing = Spread(0.0, 0.0, 0.0)
+    return RankWindow(
+        rank=windows[0].rank,
+        steps=total,
+        step_s=mean(window.step_s for window in windows),
+        seconds={
+            name: Spread(*(mean(window.seconds.get(name, nothing)[part] for window in windows) for part in range(3)))
+            for name in names
+        },
+        micro_batches=mean(window.micro_batches for window in windows),
+        samples=mean(window.samples for window in windows),
+        tokens=mean(window.tokens for window in windows),
+        memory=windows[-1].memory,
+        memory_peak=max(window.memory_peak for window in windows),
+    )
+
+
+def _slow(found: Iterable[Straggler]) -> tuple[Slow, ...]:
+    groups: defaultdict[tuple[int, str], list[Straggler]] = defaultdict(list)
+    for one in found:
+        groups[one.place.rank, one.phase].append(one)
+    slow = [
+        Slow(
+            place=group[-1].place,
+            phase=phase,
+            excess_s=statistics.fmean(one.excess for one in group),
+            windows=len(group),
+        )
+        for (_, phase), group in groups.items()
+    ]
+    return tuple(sorted(slow, key=lambda one: -one.excess_s * one.windows))
