@@ -42,6 +42,24 @@ def seconds_by_phase(step: StepEvents) -> dict[str, float]:
     return dict(charged)
 
 
+def pipeline_seconds(step: StepEvents) -> tuple[float, float]:
+    """Seconds from this rank's first action of the pipeline to its last, and those of them in which it worked.
+
+    Work are forwards and backwards with all that lies within them, but for the waits for other stages.
+    """
+    whole = busy = 0.0
+    until = step.begin
+    for event in step.events:
+        if event.phase is Phase.PIPELINE:
+            whole += event.seconds
+        elif event.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT):
+            busy += event.seconds
+            until = event.end
+        elif event.phase is Phase.PP_WAIT and event.start < until:
+            busy -= min(event.end, until) - event.start
+    return (whole, busy) if whole else (0.0, 0.0)
+
+
 def spread(values: Sequence[float]) -> Spread:
     """Values of several steps, in short; of none, zeros."""
     if not values:
@@ -64,6 +82,7 @@ def summarize(rank: int, steps: Sequence[StepEvents], memory: Mapping[str, int] 
     for phases in charged:
         phases.pop(Phase.EVALUATION.value, None)
     names = sorted({name for phases in charged for name in phases})
+    pipeline = [pipeline_seconds(step) for step in steps]
     return RankWindow(
         rank=rank,
         steps=len(steps),
@@ -72,5 +91,7 @@ def summarize(rank: int, steps: Sequence[StepEvents], memory: Mapping[str, int] 
         micro_batches=statistics.fmean(step.micro_batches for step in steps) if steps else 0.0,
         samples=statistics.fmean(step.samples for step in steps) if steps else 0.0,
         tokens=statistics.fmean(step.tokens for step in steps) if steps else 0.0,
+        pipeline_s=statistics.fmean(whole for whole, _ in pipeline) if steps else 0.0,
+        busy_s=statistics.fmean(busy for _, busy in pipeline) if steps else 0.0,
         **(memory or {}),
     )

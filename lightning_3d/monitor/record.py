@@ -99,6 +99,10 @@ class RankWindow:
     samples: float = 0.0
     """Of its replica, mean per step."""
     tokens: float = 0.0
+    pipeline_s: float = 0.0
+    """Mean per step, from this rank's first action of the pipeline to its last; 0 without a pipeline."""
+    busy_s: float = 0.0
+    """Of that, time in forwards and backwards, without the waits for other stages within them."""
     memory: int = 0
     """Bytes in use at the end of the window: of the device's allocator, or of the process on a CPU."""
     memory_peak: int = 0
