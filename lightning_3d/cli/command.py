@@ -93,6 +93,20 @@ def simulate(args: list[str]) -> int:
     return main(args)
 
 
+def report(args: list[str]) -> int:
+    """Say what held a run back, from what ThreeDMonitor has written down, and what to change."""
+    from lightning_3d.cli.report import main
+
+    return main(args)
+
+
+def trace(args: list[str]) -> int:
+    """Put the traces of all ranks into one file and on one clock."""
+    from lightning_3d.cli.trace import main
+
+    return main(args)
+
+
 SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "calibrate": calibrate,
     "convert": convert,
@@ -100,7 +114,9 @@ SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "dry-run": dry_run,
     "inspect": inspect,
     "plan": plan,
+    "report": report,
     "simulate": simulate,
+    "trace": trace,
 }
 """Commands that train nothing, by name: each takes the arguments after its name and returns an exit code."""
 

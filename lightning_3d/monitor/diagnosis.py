@@ -54,8 +54,6 @@ class Diagnosis(Callback):
         self.skip_steps = skip_steps
         self.score = score
         self.watch_memory = watch_memory
-        self.window: Window | None = None
-        """The last one, on every rank."""
         self._steps: list[StepEvents] = []
         self._writer: Writer | None = None
         self._leak: Leak | None = None
@@ -80,7 +78,7 @@ class Diagnosis(Callback):
             self._writer.write(self._run)
         place = self._run.places[mesh.rank]
         self._watch = LeakWatch(place, mesh.device, self.every_n_steps, self.skip_steps) if self.watch_memory else None
-        self._steps, self.window, self._leak, self._seen = [], None, None, 0
+        self._steps, self._leak, self._seen = [], None, 0
         self._counted_from = self._first = trainer.global_step
         events.listen(self._hear)
 
@@ -95,7 +93,10 @@ class Diagnosis(Callback):
         if self._seen == self.skip_steps:
             self._counted_from = self._first = trainer.global_step
         elif self._seen > self.skip_steps and (self._seen - self.skip_steps) % self.every_n_steps == 0:
-            self._close(trainer)
+            self.on_window(trainer, pl_module, self._close(trainer))
+
+    def on_window(self, trainer: Trainer, pl_module: LightningModule, window: Window) -> None:
+        """A window has ended; called on every rank, with what all of them did. For classes that do more with it."""
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -120,7 +121,7 @@ class Diagnosis(Callback):
         assert isinstance(mesh, Mesh)
         return mesh
 
-    def _close(self, trainer: Trainer) -> None:
+    def _close(self, trainer: Trainer) -> Window:
         mesh = self._mesh(trainer)
         # The step that has just ended is told of when the next begins, on a GPU even later: it is the next window's.
         steps, self._steps = [step for step in self._steps if step.step >= self._counted_from], []
@@ -138,9 +139,9 @@ class Diagnosis(Callback):
             ranks=tuple(figures for figures, _ in told),
         )
         self._first = trainer.global_step
-        self.window = window
         if trainer.is_global_zero:
             self._tell(window, [leak for _, leak in told if leak is not None])
+        return window
 
     def _tell(self, window: Window, leaking: list[Leak]) -> None:
         found = [

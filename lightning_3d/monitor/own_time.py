@@ -12,6 +12,9 @@ from lightning_3d.monitor.record import RankWindow, Spread
 OTHER = "other"
 """What no event tells of: hooks of callbacks and modules, logging, the engine's own bookkeeping."""
 
+READ = "read"
+"""Label of the time in which a rank waits for its own data loader."""
+
 
 def seconds_by_phase(step: StepEvents) -> dict[str, float]:
     """Seconds of a step by phase; they sum to its length.
@@ -60,6 +63,10 @@ def pipeline_seconds(step: StepEvents) -> tuple[float, float]:
     return (whole, busy) if whole else (0.0, 0.0)
 
 
+def _reading(step: StepEvents) -> float:
+    return sum(event.seconds for event in step.events if event.phase is Phase.LOADER and event.label == READ)
+
+
 def spread(values: Sequence[float]) -> Spread:
     """Values of several steps, in short; of none, zeros."""
     if not values:
@@ -93,5 +100,6 @@ def summarize(rank: int, steps: Sequence[StepEvents], memory: Mapping[str, int] 
         tokens=statistics.fmean(step.tokens for step in steps) if steps else 0.0,
         pipeline_s=statistics.fmean(whole for whole, _ in pipeline) if steps else 0.0,
         busy_s=statistics.fmean(busy for _, busy in pipeline) if steps else 0.0,
+        reading=spread([_reading(step) for step in steps]),
         **(memory or {}),
     )

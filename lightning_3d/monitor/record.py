@@ -83,6 +83,10 @@ class Spread(NamedTuple):
     """Median absolute deviation from the median."""
 
 
+NAUGHT = Spread(0.0, 0.0, 0.0)
+"""No time at all."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankWindow:
     """What one rank did in a window of steps."""
@@ -103,6 +107,9 @@ class RankWindow:
     """Mean per step, from this rank's first action of the pipeline to its last; 0 without a pipeline."""
     busy_s: float = 0.0
     """Of that, time in forwards and backwards, without the waits for other stages within them."""
+    reading: Spread = NAUGHT
+    """Time of a step in which this rank itself waited for its data loader; ``seconds["loader"]`` also has the wait for
+    the loaders of other replicas."""
     memory: int = 0
     """Bytes in use at the end of the window: of the device's allocator, or of the process on a CPU."""
     memory_peak: int = 0
@@ -242,6 +249,7 @@ def _build(kind: type[_T], values: Mapping[str, Any]) -> _T:
         given["ranks"] = tuple(_build(RankWindow, rank) for rank in given["ranks"])
     elif kind is RankWindow:
         given["seconds"] = {name: Spread(*spread) for name, spread in given.get("seconds", {}).items()}
+        given |= {"reading": Spread(*given["reading"])} if "reading" in given else {}
     elif kind in (Straggler, Leak):
         given["place"] = _build(Place, given["place"])
         given |= {"grown": tuple(Growth(*entry) for entry in given["grown"])} if "grown" in given else {}

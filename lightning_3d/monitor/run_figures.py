@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from lightning_3d.config import Sizes
 from lightning_3d.errors import ConfigError
-from lightning_3d.monitor.record import Entry, Leak, Place, RankWindow, Run, Spread, Straggler, Window
-
-COMPUTE = ("forward", "backward", "weight")
+from lightning_3d.monitor.figures import COMPUTE, Figures, figures
+from lightning_3d.monitor.record import NAUGHT, Entry, Leak, Place, RankWindow, Run, Spread, Straggler, Window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,21 +30,27 @@ class RunFigures:
 
     run: Run
     windows: tuple[Window, ...]
-    step_s: float
-    """Mean time of a batch."""
+    job: Figures
+    """Speed, bubble, shares of time and memory, mean of the windows."""
     seconds: tuple[dict[str, float], ...]
     """Of every rank, mean time of a batch by phase."""
     micro_batches: float
     samples: float
     """Of a replica, per batch; mean."""
-    tokens_per_s: float
-    """Of all replicas."""
-    memory_peak: tuple[int, ...]
-    """Of every rank, bytes."""
     slow: tuple[Slow, ...]
     """Worst first."""
     leaks: tuple[Leak, ...] = field(default=())
     """The last of every rank, fastest first."""
+
+    @property
+    def step_s(self) -> float:
+        """Mean time of a batch."""
+        return self.job.step_s
+
+    @property
+    def memory_peak(self) -> tuple[int, ...]:
+        """Of every rank, bytes; where only what is in use is known, the most of that."""
+        return tuple(map(max, self.job.memory_peak, self.job.memory))
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -121,16 +127,15 @@ def figures_of(entries: Iterable[Entry]) -> RunFigures:
         )
     ranks = [_over([window.ranks[place.rank] for window in windows]) for place in run.places]
     readers = [rank for rank, place in zip(ranks, run.places, strict=True) if place.pp == 0 and place.tp == 0]
-    step = statistics.fmean(rank.step_s for rank in ranks)
+    job = figures(ranks, Sizes(*run.sizes))
+    assert job is not None
     return RunFigures(
         run=run,
         windows=tuple(windows),
-        step_s=step,
+        job=job,
         seconds=tuple({name: spread.mean for name, spread in rank.seconds.items()} for rank in ranks),
         micro_batches=statistics.fmean(rank.micro_batches for rank in ranks),
         samples=statistics.fmean(rank.samples for rank in readers),
-        tokens_per_s=sum(rank.tokens for rank in readers) / step if step else 0.0,
-        memory_peak=tuple(max(rank.memory_peak, rank.memory) for rank in ranks),
         slow=_slow(found),
         leaks=tuple(sorted(leaks.values(), key=lambda leak: -leak.bytes_per_step)),
     )
@@ -144,19 +149,20 @@ def _over(windows: Sequence[RankWindow]) -> RankWindow:
         return sum(value * window.steps for value, window in zip(values, windows, strict=True)) / total
 
     names = sorted({name for window in windows for name in window.seconds})
-    nothing = Spread(0.0, 0.0, 0.0)
     return RankWindow(
         rank=windows[0].rank,
         steps=total,
         step_s=mean(window.step_s for window in windows),
         seconds={
-            name: Spread(*(mean(window.seconds.get(name, nothing)[part] for window in windows) for part in range(3)))
+            name: Spread(*(mean(window.seconds.get(name, NAUGHT)[part] for window in windows) for part in range(3)))
             for name in names
         },
         micro_batches=mean(window.micro_batches for window in windows),
         samples=mean(window.samples for window in windows),
         tokens=mean(window.tokens for window in windows),
-        memory=windows[-1].memory,
+        pipeline_s=mean(window.pipeline_s for window in windows),
+        busy_s=mean(window.busy_s for window in windows),
+        memory=max(window.memory for window in windows),
         memory_peak=max(window.memory_peak for window in windows),
     )
 

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from lightning_3d.monitor.record import Place, RankWindow, Spread, Straggler
+from lightning_3d.monitor.record import NAUGHT, Place, RankWindow, Spread, Straggler
 
 LIMIT = 3.5
 """Least robust z-score of a rank that is named."""
@@ -33,7 +33,6 @@ OWN = ("forward", "backward", "weight", "optimizer", "loader", "checkpoint", "ot
 WAITS = {"tp": ("pp", "dp"), "dp": ("pp", "tp")}
 """Phases that end on all ranks of a group at once: who waits least came last. With the axes that a group shares."""
 _SCALE = 1.4826
-_NAUGHT = Spread(0.0, 0.0, 0.0)
 
 
 class Outlier(NamedTuple):
@@ -102,7 +101,7 @@ def stragglers(
             found[rank] = worse
 
     for phase in OWN:
-        values = [window.seconds.get(phase, _NAUGHT) for window in windows]
+        values = [_own(window, phase) for window in windows]
         for ranks in _groups(places, _worker(phase)):
             if len(ranks) > 1:
                 for outlier in outliers([values[rank] for rank in ranks], floor, limit):
@@ -111,7 +110,7 @@ def stragglers(
             for rank, outlier in _lonely(values, places, shares, floor, limit):
                 name(rank, phase, outlier)
     for phase, axes in WAITS.items():
-        values = [window.seconds.get(phase, _NAUGHT) for window in windows]
+        values = [window.seconds.get(phase, NAUGHT) for window in windows]
         for ranks in _groups(places, operator.attrgetter(*axes)):
             longest = max(values[rank].median for rank in ranks)
             late = [Spread(0.0, longest - values[rank].median, values[rank].mad) for rank in ranks]
@@ -132,6 +131,11 @@ def message(found: Sequence[Straggler]) -> str:
             f" {one.step_s * 1e3:.1f} ms (robust z-score {one.score:.1f}, steps {one.first_step} to {one.last_step})"
         )
     return "\n".join(lines)
+
+
+def _own(window: RankWindow, phase: str) -> Spread:
+    # All ranks wait for the slowest loader; it shows in what each waits for its own.
+    return window.reading if phase == "loader" else window.seconds.get(phase, NAUGHT)
 
 
 def _worker(phase: str) -> Callable[[Place], Hashable]:
