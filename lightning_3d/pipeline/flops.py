@@ -36,6 +36,8 @@ class FlopCount:
     that runs after it and the loss."""
     inputs: str
     """Shapes of the inputs that were run, for people."""
+    products: float = 0.0
+    """Of all, those of matrix products, convolutions and attention, which are what is called a model's FLOPs."""
 
 
 class _TooMany(Exception):
@@ -54,6 +56,7 @@ class FlopCounter(TorchDispatchMode):
         super().__init__()
         self.left = most
         self.costs = [0.0] * count
+        self.products = 0.0
         self.position = 0
         self.is_inside = False
         self._recomputed = recomputed
@@ -67,6 +70,8 @@ class FlopCounter(TorchDispatchMode):
         out = func(*args, **kwargs)
         forward, backward = _operations(func, args, kwargs, out)
         self.costs[self.position] += forward * (1 + self._recomputed * self.is_inside) + backward
+        if _formula(func) is not None:
+            self.products += forward + backward
         return out
 
 
@@ -74,8 +79,7 @@ _FREE = (torch.ops.aten._unsafe_view, torch.ops.aten.empty, torch.ops.aten.empty
 
 
 def _operations(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> tuple[float, float]:
-    packet = getattr(func, "_overloadpacket", func)
-    formula = _grouped_product if packet == torch.ops.aten._grouped_mm else flop_registry.get(packet)
+    packet, formula = getattr(func, "_overloadpacket", func), _formula(func)
     tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
     if formula is None:
         returns = func._schema.returns if hasattr(func, "_schema") else ()
@@ -93,12 +97,20 @@ def _operations(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> tuple
     return forward, forward * (2 * (needed > 0) if attention else needed)
 
 
+def _formula(func: Any) -> Callable[..., Any] | None:
+    """Counts a product of matrices, a convolution or attention; ``None`` for any other operation."""
+    packet = getattr(func, "_overloadpacket", func)
+    return _grouped_product if packet == torch.ops.aten._grouped_mm else flop_registry.get(packet)
+
+
 def _grouped_product(rows: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
     """Every row, of one expert or another, meets one matrix."""
     return 2 * out_val.numel() * rows.shape[-1]
 
 
-def count_flops(module: nn.Module, blocks: Sequence[str], recomputed: float = 0.0) -> FlopCount | None:
+def count_flops(
+    module: nn.Module, blocks: Sequence[str], recomputed: float = 0.0, length: int | None = None
+) -> FlopCount | None:
     """Count the operations of one forward and backward of ``module``, block by block; nothing is computed.
 
     Run are the inputs that ``example_inputs`` makes up, as long as the model's sequences may be (4096 at most), on the
@@ -108,22 +120,23 @@ def count_flops(module: nn.Module, blocks: Sequence[str], recomputed: float = 0.
         module: The whole model; left as it is.
         blocks: Names of its blocks, in the order of their calls.
         recomputed: Share of the blocks whose forward is run again in the backward.
+        length: Of the sequences; by default as long as they may be.
 
     Returns:
         The count, or ``None`` if no inputs run through all blocks.
     """
     left = 2 * _MOST_OPERATIONS
     for target in _targets(module, blocks):
-        known = known_length(target)
-        for length in dict.fromkeys(length for length in (known, *_LENGTHS) if length):
+        lengths = (known_length(target), *_LENGTHS) if length is None else (length,)
+        for tried in dict.fromkeys(number for number in lengths if number):
             found: FlopCount | None = None
-            for call in example_inputs(target, 1, length):
+            for call in example_inputs(target, 1, tried):
                 for dtype in (None, torch.bfloat16):
                     counter = FlopCounter(len(blocks), recomputed, min(left, _MOST_OPERATIONS))
                     before, (reached, error) = counter.left, _run(module, target, blocks, call, dtype, counter)
                     left -= before - max(counter.left, 0)
                     if reached.issuperset(blocks) and not isinstance(error, _TooMany):
-                        count = FlopCount(tuple(counter.costs), _shapes(call))
+                        count = FlopCount(tuple(counter.costs), _shapes(call), counter.products)
                         if error is None or reached.issuperset(_holders(module, target)):
                             return count  # what failed after all that has parameters is a loss that wants targets
                         found = found or count
