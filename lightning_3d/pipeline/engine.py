@@ -318,7 +318,8 @@ class Engine:
         what = "returned" if is_last else "went on to a further block"
         raise StageError(
             f"The step {what} while it ran chunk {chunk} of {self._last_chunk + 1}, before it had called the blocks of"
-            " that chunk and the next. Every step must run the whole chain of blocks once; use pipeline_parallel=1 for"
+            " that chunk and the next. Every step must run the whole chain of blocks once. To skip a batch, leave it"
+            " out in the loader or the collate function, or return None after the blocks; use pipeline_parallel=1 for"
             " steps that use only a part of the model."
         )
 
