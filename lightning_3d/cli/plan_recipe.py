@@ -71,20 +71,28 @@ def _kept(strategy: Any) -> Mapping[str, Any]:
     return {key: value for key, value in (options or {}).items() if key not in ("num_micro_batches", "pipeline_split")}
 
 
+def prediction(found: Plan) -> list[str]:
+    """Step time, speed and memory of the first layout of a plan, as lines for the head of a recipe."""
+    predicted, shape = found.best.estimate, found.shape
+    share = ", ".join(f"{part} {value:.0%}" for part, value in predicted.time_share.items() if value >= 0.005)
+    return [
+        f"Predicted: {predicted.step_time_s:.2f} s per step of {found.global_batch * shape.seq_len:,} tokens;"
+        f" {predicted.tokens_per_s_per_gpu:,.0f} tokens/s per GPU;",
+        f"  {predicted.device_memory_gb:.1f} GB of {found.cluster.gpu_memory_gb:.0f} GB on the fullest GPU;"
+        f" MFU {predicted.mfu:.1%}; bubble {predicted.bubble_fraction:.1%} of the total;",
+        f"  time on the busiest stage: {share}.",
+    ]
+
+
 def _head(found: Plan, title: str, name: str) -> str:
     best, cluster = found.best, found.cluster
-    predicted, layout = best.estimate, best.layout
-    share = ", ".join(f"{part} {value:.0%}" for part, value in predicted.time_share.items() if value >= 0.005)
+    layout = best.layout
     nodes = f"--nnodes={cluster.num_nodes} --nproc-per-node={cluster.ranks_per_node}"
     lines = [
         f"{title} on {cluster} ({cluster.world_size:,} GPUs), as `lightning-3d plan` has it.",
         "",
         f"Layout: {layout}.",
-        f"Predicted: {predicted.step_time_s:.2f} s per step of {found.global_batch * found.shape.seq_len:,} tokens;"
-        f" {predicted.tokens_per_s_per_gpu:,.0f} tokens/s per GPU;",
-        f"  {predicted.device_memory_gb:.1f} GB of {cluster.gpu_memory_gb:.0f} GB on the fullest GPU;"
-        f" MFU {predicted.mfu:.1%}; bubble {predicted.bubble_fraction:.1%} of the total;",
-        f"  time on the busiest stage: {share}.",
+        *prediction(found),
         *(f"Mind: {warning}" for warning in found.warnings),
         "",
         "Before the first start: look through data, learning rate and max_steps.",

@@ -62,7 +62,7 @@ def test_a_recipe_prints_its_whole_configuration(
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_builds(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cli = built(monkeypatch, "fit", "--config", str(recipe))
+    cli = built(monkeypatch, "fit", "--config", str(recipe), "--trainer.accelerator=cpu")
     assert isinstance(cli.trainer, Trainer)
     assert isinstance(cli.trainer.strategy, ThreeDStrategy)
     assert type(cli.model).__name__ in recipe.read_text()
