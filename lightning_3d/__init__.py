@@ -7,6 +7,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_3d.errors import CheckpointError, ConfigError, PlanError, StageError, ThreeDError
 from lightning_3d.lr_scaling import BatchScaledLR
+from lightning_3d.monitor.monitor import ThreeDMonitor
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.strategy import ThreeDStrategy
 from lightning_3d.trainer.layout import Layout
@@ -21,6 +22,7 @@ __all__ = [
     "RunReport",
     "StageError",
     "ThreeDError",
+    "ThreeDMonitor",
     "ThreeDPrecision",
     "ThreeDStrategy",
 ]

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_3d.checkpoint import ModelState
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
+from lightning_3d.monitor.monitor import ThreeDMonitor
 from lightning_3d.trainer.averaging import Averaging
 from lightning_3d.trainer.batches import BatchLedger
 from lightning_3d.trainer.data_assignment import DataAssignment
@@ -51,6 +52,9 @@ class ServedCallbacks:
 
     def before_layout(self, trainer: pl.Trainer, module: pl.LightningModule, mesh: Mesh, whole: bool) -> None:
         """Before ``module`` is laid out, unless an earlier Trainer has done so: it is not ``whole`` then."""
+        for item in _of(trainer):
+            if isinstance(item, ThreeDMonitor) and whole:
+                item.before_layout(module, mesh)
         if mesh.world.size == 1:
             return
         self._graphs.before_layout(trainer.loggers, module, mesh, whole)

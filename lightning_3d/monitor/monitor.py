@@ -1,0 +1,285 @@
+"""A callback that logs where the time and the memory of a run go."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_3d.collectives import all_gather_object
+from lightning_3d.errors import ConfigError
+from lightning_3d.events import EventSource, StepEvents
+from lightning_3d.mesh import Mesh
+from lightning_3d.monitor.clocks import clock_offsets
+from lightning_3d.monitor.diagnosis import Diagnosis
+from lightning_3d.monitor.figures import Figures, figures, figures_of_ranks, utilisation
+from lightning_3d.monitor.leaks import memory_in_use
+from lightning_3d.monitor.model_flops import ModelFlops, count_model
+from lightning_3d.monitor.own_time import summarize
+from lightning_3d.monitor.step_picture import RankStep, draw_step, step_trace
+from lightning_3d.monitor.tags import scalars
+from lightning_3d.monitor.tensorboard import TensorBoardPages
+from lightning_3d.pictures import svg
+from lightning_3d.planner.gpus import gpu
+
+_PICTURED = 3
+"""Steps that a rank keeps for a picture: devices may know the times of one more or less than others."""
+
+
+class ThreeDMonitor(Callback):
+    """Logs, through the loggers of the Trainer, speed, bubble, shares of time, memory and what becomes of training.
+
+    Every ``every_n_steps`` batches the ranks tell each other one small set of numbers through host memory; no device
+    waits for it, and on GPUs nothing is synchronised. Charts appear in TensorBoard with descriptions and a page of
+    custom charts; any other logger gets the same numbers. Now and then a step is drawn: a picture in TensorBoard, and
+    ``monitor/step_*.svg`` and ``.trace.json`` (for https://ui.perfetto.dev) in the log folder.
+
+    Args:
+        every_n_steps: Batches between points; by default the Trainer's ``log_every_n_steps``.
+        tokens_per_sample: Counts tokens where batches hold no ids of samples x positions, or not only tokens.
+        peak_tflops: Dense peak of a device for the model-FLOPs utilisation, TFLOP/s; by default that of 16-bit products
+            on known GPUs. On unknown devices nothing is logged.
+        picture_every_n_steps: Batches between pictures of a step; 0 is never.
+        skip_steps: Batches at the start that are left out: they settle shapes, compile and allocate.
+        diagnose: Name slow ranks and growing memory, and write the record that ``lightning-3d report`` reads.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        tokens_per_sample: float | None = None,
+        peak_tflops: float | None = None,
+        picture_every_n_steps: int = 1000,
+        skip_steps: int = 2,
+        diagnose: bool = True,
+    ) -> None:
+        for name, value in (("every_n_steps", every_n_steps), ("tokens_per_sample", tokens_per_sample)):
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name}={value} is not positive. Leave it out for the default.")
+        self.every_n_steps = every_n_steps
+        self.tokens_per_sample = tokens_per_sample
+        self.peak_tflops = peak_tflops
+        self.picture_every_n_steps = picture_every_n_steps
+        self.skip_steps = skip_steps
+        self.diagnosis = Diagnosis() if diagnose else None
+        self.figures: Figures | None = None
+        """Those of the last window, on every rank."""
+        self._steps: list[StepEvents] = []
+        self._for_picture: list[tuple[int, StepEvents]] = []
+        self._pages: list[TensorBoardPages] = []
+        self._flops: ModelFlops | None = None
+        self._folder: Path | None = None
+        self._offsets: list[float] = [0.0]
+        self._norms: deque[tuple[int, Tensor, Any]] = deque()
+        """Norms of gradients on their way from the device: for which step, where, and an event after them."""
+        self._seen = self._known = self._skipped = 0
+        self._next_picture = 0
+
+    # --- begin and end ---------------------------------------------------------------------------------------------
+
+    def before_layout(self, module: nn.Module, mesh: Mesh) -> None:
+        """While the model is whole: count its operations, where they will be wanted."""
+        if mesh.rank == 0 and self._peak_flops(mesh) is not None:
+            self._flops = count_model(module)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to listen. Collective."""
+        events = getattr(trainer.strategy, "events", None)
+        if not isinstance(events, EventSource):
+            raise ConfigError(
+                f"{type(self).__name__} reads the timings of ThreeDStrategy, but the Trainer has"
+                f" {type(trainer.strategy).__name__}. Use strategy='3d', or leave the callback out."
+            )
+        if self.diagnosis is not None:
+            self.diagnosis.on_train_start(trainer, pl_module)
+        mesh = _mesh(trainer)
+        folder = trainer.log_dir  # asks rank 0, so every rank must get here
+        self._folder = Path(folder) / "monitor" if folder is not None and trainer.loggers else None
+        self._offsets = clock_offsets(mesh.control_world)
+        self._pages = []
+        if trainer.is_global_zero:
+            self._pages = [page for logger in trainer.loggers if (page := TensorBoardPages.of(logger)) is not None]
+        for page in self._pages:
+            page.lay_out()
+        self._steps.clear()
+        self._for_picture.clear()
+        self._norms.clear()
+        self._seen = self._known = self._skipped = 0
+        self._next_picture = self.skip_steps + 2
+        events.listen(self._hear)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Listen no more."""
+        if self.diagnosis is not None:
+            self.diagnosis.on_train_end(trainer, pl_module)
+        self._stop(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Listen no more."""
+        if self.diagnosis is not None:
+            self.diagnosis.on_exception(trainer, pl_module, exception)
+        self._stop(trainer)
+
+    def _stop(self, trainer: Trainer) -> None:
+        events = getattr(trainer.strategy, "events", None)
+        if isinstance(events, EventSource):
+            events.unlisten(self._hear)
+
+    def _hear(self, step: StepEvents) -> None:
+        self._known += 1
+        if self._known > self.skip_steps:
+            self._steps.append(step)
+            self._for_picture = [*self._for_picture[-_PICTURED + 1 :], (self._known, step)]
+
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Take the norm of the gradient in the last step of a window. Collective there."""
+        every = self._every(trainer)
+        if self._seen % every >= every - trainer.accumulate_grad_batches:
+            norm: Tensor = trainer.strategy.gradient_norm()  # type: ignore[attr-defined]
+            arrives = torch.cuda.Event() if norm.is_cuda else None
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped
+            self._norms.append((step, norm.to("cpu", non_blocking=True), arrives))
+            if arrives is not None:
+                arrives.record()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log at the end of a window. Collective there."""
+        if self.diagnosis is not None:
+            self.diagnosis.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._seen += 1
+        self._skipped += bool(getattr(trainer.precision_plugin, "step_skipped", False))
+        if self._seen % self._every(trainer) == 0:
+            self._close(trainer, batch)
+        self._log_norms(trainer)
+        if self.picture_every_n_steps and self._seen >= self._next_picture and self._draw(trainer):
+            self._next_picture = self._seen + self.picture_every_n_steps
+
+    def _every(self, trainer: Trainer) -> int:
+        return max(1, self.every_n_steps or trainer.log_every_n_steps)  # type: ignore[attr-defined]
+
+    def _close(self, trainer: Trainer, batch: Any) -> None:
+        mesh = _mesh(trainer)
+        steps, self._steps[:] = list(self._steps), []
+        window = summarize(mesh.rank, steps, {"memory": memory_in_use(mesh.device), "memory_peak": _peak_memory(mesh)})
+        found = figures(figures_of_ranks(window, mesh.control_world), mesh.sizes, self.tokens_per_sample)
+        if found is not None:
+            self.figures = found
+        if not trainer.is_global_zero:
+            return
+        values = self._training(trainer)
+        if found is not None:
+            layout: Any = trainer.strategy.layout  # type: ignore[attr-defined]
+            values |= scalars(found, layout.bubble, self._utilisation(found, mesh, batch))
+        self._log(trainer, values, trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def _log(self, trainer: Trainer, values: dict[str, float], step: int) -> None:
+        pages = {id(page.logger): page for page in self._pages}
+        for logger in trainer.loggers:
+            page = pages.get(id(logger))
+            left = values if page is None else page.scalars(values, step)
+            if left:
+                logger.log_metrics(left, step=step)
+
+    def _log_norms(self, trainer: Trainer) -> None:
+        """Log the norms that have arrived."""
+        while self._norms and (self._norms[0][2] is None or self._norms[0][2].query()):
+            step, norm, _ = self._norms.popleft()
+            if trainer.is_global_zero:
+                self._log(trainer, {"training/gradient_norm": float(norm)}, step)
+
+    def _utilisation(self, found: Figures, mesh: Mesh, batch: Any) -> float | None:
+        peak = self._peak_flops(mesh)
+        flops = self._flops.per_sample(batch) if self._flops is not None else None
+        return None if peak is None or flops is None else utilisation(found, flops, peak)
+
+    def _peak_flops(self, mesh: Mesh) -> float | None:
+        """Of one device, per second; ``None`` where nobody knows it."""
+        if self.peak_tflops is not None:
+            return self.peak_tflops * 1e12
+        if mesh.device.type != "cuda":
+            return None
+        try:
+            return gpu(torch.cuda.get_device_name(mesh.device)).tflops * 1e12
+        except ConfigError:
+            return None
+
+    def _training(self, trainer: Trainer) -> dict[str, float]:
+        """What becomes of the model."""
+        values: dict[str, float] = {"training/skipped_steps": float(self._skipped)}
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            values["training/loss_scale"] = float(scaler.factor)
+        rates = {
+            (optimizer_index, group_index): float(group["lr"])
+            for optimizer_index, optimizer in enumerate(trainer.optimizers)
+            for group_index, group in enumerate(optimizer.param_groups)
+        }
+        if len(set(rates.values())) == 1:
+            values["training/learning_rate"] = next(iter(rates.values()))
+        else:
+            values |= {f"training/learning_rate_{one}_{other}": rate for (one, other), rate in rates.items()}
+        return values
+
+    # --- picture ---------------------------------------------------------------------------------------------------
+
+    def _draw(self, trainer: Trainer) -> bool:
+        """Draw the last step that all stages of the first replica know, if any. Collective among these."""
+        mesh = _mesh(trainer)
+        if self._folder is None or mesh.dp.rank or mesh.tp.rank:
+            return True
+        told: list[Mapping[int, StepEvents]] = all_gather_object(dict(self._for_picture), mesh.control_pp)
+        shared = set.intersection(*(set(steps) for steps in told))
+        if mesh.rank or not shared:
+            return bool(shared)
+        which = max(shared)
+        ranks = [
+            RankStep(
+                name=f"pp{stage} dp0 tp0",
+                rank=mesh.pp.ranks[stage],
+                step=steps[which],
+                clock_offset_s=self._offsets[mesh.pp.ranks[stage]],
+            )
+            for stage, steps in enumerate(told)
+        ]
+        layout: Any = trainer.strategy.layout  # type: ignore[attr-defined]
+        drawing = draw_step(ranks, layout.bubble if mesh.pp.size > 1 else None)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        name = f"step_{ranks[0].step.step:06d}"
+        (self._folder / f"{name}.svg").write_text(svg(drawing))
+        (self._folder / f"{name}.trace.json").write_text(json.dumps(step_trace(ranks)))
+        for page in self._pages:
+            page.picture(drawing, ranks[0].step.step)
+        return True
+
+
+def _mesh(trainer: Trainer) -> Mesh:
+    mesh = trainer.strategy.topology  # type: ignore[attr-defined]
+    assert isinstance(mesh, Mesh)
+    return mesh
+
+
+def _peak_memory(mesh: Mesh) -> int:
+    """Bytes: most that the allocator of the device has given out, or that the process had resident on a CPU."""
+    if mesh.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(mesh.device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
