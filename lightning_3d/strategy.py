@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,6 +28,7 @@ from lightning_3d.checkpoint import BackgroundSaves, WholeValues
 from lightning_3d.config import ParallelConfig
 from lightning_3d.events import DeviceClock, EventSource
 from lightning_3d.mesh import AXES, Mesh, Where, build_mesh, side_mesh
+from lightning_3d.monitor.ranges import Ranges, name_spans_for
 from lightning_3d.pipeline.compiling import Compiler
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.progress import Progress
@@ -39,6 +41,7 @@ from lightning_3d.trainer.clock import follow_one_clock
 from lightning_3d.trainer.compiled import TakesCompiled
 from lightning_3d.trainer.elastic import fit_to_world
 from lightning_3d.trainer.failure import FailureGuard
+from lightning_3d.trainer.flight_recorder import FlightRecorder
 from lightning_3d.trainer.global_batch import tell_schedulers
 from lightning_3d.trainer.hook_logs import HookLogs
 from lightning_3d.trainer.launcher import make_launcher
@@ -109,6 +112,9 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
             or resumed; 0 is never. A difference is a ``SanityError`` with names and ranks.
         hang_timeout_s: Seconds without progress after which the rank that hangs is found, named with its place, action
             and stack, and the job is ended. Longer than the longest step, save or compilation; by default off.
+        debug_collectives: Keep what every rank has sent (torch's flight recorder), and put it into the folder
+            ``flight_recorder`` of the log folder when a run hangs (needs ``hang_timeout_s``); ``"detail"`` also
+            compares every collective among its ranks, which is slow.
         async_save: Write checkpoints from a thread while training goes on: a step waits only for the copy to host
             memory. At most one is under way (the next save waits for it), and its failure is raised at a later step on
             all ranks.
@@ -153,6 +159,7 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
         nonfinite: str = "continue",
         sanity_checks: int | None = None,
         hang_timeout_s: float | None = None,
+        debug_collectives: bool | str = False,
         async_save: bool = False,
         elastic: bool = False,
         preemption_grace_s: float | None = None,
@@ -205,7 +212,9 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
         self.guard = FailureGuard()
         self.events = EventSource()
         self.progress = Progress()
-        self._watchdog = Watchdog(self.guard, self.progress, hang_timeout_s)
+        self._recorder = FlightRecorder(debug_collectives)
+        self._watchdog = Watchdog(self.guard, self.progress, hang_timeout_s, self._recorder)
+        self._ranges: Ranges | None = None
         self._preemption = Preemption(self.guard, preemption_grace_s)
         self._chooses = False
         self._clipping: TorchClipping | None = None
@@ -341,6 +350,7 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
             backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
             device_id = self.root_device if self.root_device.type != "cpu" else None
             assert self.cluster_environment is not None
+            self._recorder.prepare(self._default_root())
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
         if self._chooses:
             trainer = None if self.lightning_module is None else self.lightning_module._trainer
@@ -355,6 +365,10 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
         # Not a fresh seed, as DDP has it: one process would go on from the state that building the module has left.
         share_random_state(self._mesh)
         self._watch(self._mesh)
+
+    def _default_root(self) -> str:
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        return trainer.default_root_dir if trainer is not None else os.getcwd()
 
     def _watch(self, mesh: Mesh) -> None:
         self.guard.start(mesh)
@@ -409,6 +423,9 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
             self._clipping = TorchClipping(self.topology, self._assembly.sharding.owned)
             self._clipping.install()
         self.setup_precision_plugin()
+        self._ranges = name_spans_for(trainer, self.events, self.topology)
+        if self._recorder:
+            self._recorder.use(trainer.log_dir)  # asks rank 0, so every rank must get here
         self.barrier()
 
     @override
@@ -434,6 +451,8 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
             self.finish_saving()
         self._saving.remove()
         self._served.remove()
+        if self._ranges is not None:
+            self._ranges.remove()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lightning_3d.monitor import record
 from lightning_3d.monitor.causes import Cause, causes_of
@@ -109,18 +111,18 @@ def as_json(figures: RunFigures, causes: list[Cause]) -> dict[str, Any]:
 
 
 def _print(figures: RunFigures, causes: list[Cause], path: Path) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{path}\n{headline(figures)}\n")
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console.print(f"{path}\n{headline(figures)}\n", markup=False, soft_wrap=True)
     if not causes:
         console.print("Nothing holds this run back by more than 2 % of a batch.\n")
     for number, cause in enumerate(causes, 1):
         lost = f" ({cause.lost:.0%} of a batch)" if cause.lost else ""
-        console.print(f"{number}. [bold]{cause.kind}[/bold]{lost}: ", cause.figure, sep="", markup=True)
-        console.print(f"   → {cause.change}", markup=False)
+        console.print(Text(f"{number}. {cause.kind}", style="bold") + Text(f"{lost}: {cause.figure}"))
+        console.print(Text(f"   → {cause.change}"))
     console.print()
     table = Table(box=SIMPLE_HEAD, pad_edge=False, title="Share of a batch by rank", title_justify="left")
     for name in ("rank", "pp", "dp", "tp", *PHASES, "peak memory"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     step = -(-len(figures.places) // _MOST_ROWS)
     named = {cause.rank for cause in causes}
     for place in figures.places:

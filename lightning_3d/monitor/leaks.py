@@ -88,14 +88,21 @@ class Census:
     where: dict[str, str] = field(default_factory=dict)
     """Who holds the newest of a kind, or the line that made it."""
 
-    def grown_since(self, before: Census) -> tuple[Growth, ...]:
-        """What has become more, largest first."""
+    def grown_since(self, before: Census, expected: float = 0.0) -> tuple[Growth, ...]:
+        """What has become more, largest first.
+
+        Args:
+            before: An earlier count.
+            expected: Bytes that are looked for; kinds whose size is not known are left out where others explain half.
+        """
         found = [
             Growth(what, count - before.counts[what], self.bytes[what] - before.bytes[what], self.where.get(what, ""))
             for what, count in self.counts.items()
             if count > before.counts[what]
         ]
         found.sort(key=lambda grown: (-grown.bytes, -grown.more))
+        if sum(grown.bytes for grown in found) > expected / 2:
+            found = [grown for grown in found if grown.bytes]
         return tuple(found[:_SHOWN])
 
 
@@ -125,9 +132,9 @@ def take_census(device: torch.device, before: Census | None = None) -> Census:
             census.counts[f"Python objects {name}"] = count
     if before is not None:
         own = {id(alive), id(newest)}
-        for what, tensor in newest.items():
+        for what in list(newest):
             if census.counts[what] > before.counts[what]:
-                census.where[what] = held_by(tensor, own)
+                census.where[what] = held_by(newest[what], own)
     del alive
     _add_device_history(census, device)
     _add_tracemalloc(census)
@@ -224,7 +231,7 @@ class LeakWatch:
             bytes=sizes[-1],
             first_step=self._first,
             last_step=step,
-            grown=self._suspected.grown_since(before),
+            grown=self._suspected.grown_since(before, slope * self._window),
         )
 
 

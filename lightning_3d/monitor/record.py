@@ -1,6 +1,6 @@
 """What a run writes about itself while it trains: ``monitor/record.jsonl`` in its log folder, one JSON object a line.
 
-A line has a ``"kind"``: ``"run"`` once at the start of every run (a resumed one adds another), then a ``"window"``
+Each names its ``"entry"``: ``"run"`` once at the start of every run (a resumed one adds another), then a ``"window"``
 every N steps with the figures of all ranks, and a ``"straggler"`` or a ``"leak"`` where one was found. Only rank 0
 writes; a line is complete or not there, so that a run that dies leaves what it had. ``lightning-3d report`` reads it.
 """
@@ -195,7 +195,7 @@ class Writer:
     def write(self, entry: Entry) -> None:
         """Add an entry; it is in the file when this returns."""
         kind = next(name for name, of in _KINDS.items() if isinstance(entry, of))
-        line = json.dumps({"kind": kind, **dataclasses.asdict(entry)}, separators=(",", ":"))
+        line = json.dumps({"entry": kind, **dataclasses.asdict(entry)}, separators=(",", ":"))
         with self.path.open("a") as file:
             file.write(line + "\n")
 
@@ -212,7 +212,7 @@ def read(folder: str | Path) -> Iterator[Entry]:
             values = json.loads(line)
         except json.JSONDecodeError:
             continue  # the last line of a process that was killed
-        kind = values.pop("kind", None) if isinstance(values, dict) else None
+        kind = values.pop("entry", None) if isinstance(values, dict) else None
         if kind not in _KINDS:
             raise ConfigError(f"{path}, line {number}: {line[:60]!r} is no entry of a record of ThreeDMonitor.")
         yield _build(_KINDS[kind], values)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning_3d.mesh import Mesh, where
 from lightning_3d.progress import Progress
 from lightning_3d.trainer.failure import FailureGuard
+from lightning_3d.trainer.flight_recorder import FlightRecorder
 
 _ANSWER_S = 5.0
 """How long ranks have to say where they stand once one of them has called."""
@@ -55,12 +56,20 @@ class Watchdog:
         guard: Ends the job.
         progress: Of this rank.
         timeout_s: Seconds; longer than the longest step, validation hook, save or compilation. ``None``: no watching.
+        recorder: Writes down what this rank has sent, if it is on.
     """
 
-    def __init__(self, guard: FailureGuard, progress: Progress, timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        guard: FailureGuard,
+        progress: Progress,
+        timeout_s: float | None,
+        recorder: FlightRecorder | None = None,
+    ) -> None:
         self._guard = guard
         self._progress = progress
-        self._arguments = (guard, progress, timeout_s)
+        self._arguments = (guard, progress, timeout_s, recorder)
+        self._recorder = recorder or FlightRecorder(False)
         self._wanted = timeout_s is not None
         self._timeout_s = timeout_s or 0.0
         self._stop = threading.Event()
@@ -100,14 +109,16 @@ class Watchdog:
                 called = store.check([key])
                 if not called and idle < self._timeout_s:
                     continue
-                store.set(f"{key}/{mesh.rank}", json.dumps(asdict(self._standing(idle))))
+                standing = self._standing(idle)
+                store.set(f"{key}/{mesh.rank}", json.dumps(asdict(standing)))
+                self._recorder.dump(mesh.rank, f"{mesh.where}: {standing.doing}\n{standing.stack}")
                 if called or store.compare_set(key, "", str(mesh.rank)) != str(mesh.rank).encode():
                     return
                 found = _answers(store, key, mesh.world.size)
             except Exception:  # the store went away with rank 0: the guard says so
                 return
             if not stop.is_set():
-                self._guard.trip(report(found, mesh, self._timeout_s), announce=True)
+                self._guard.trip(report(found, mesh, self._timeout_s) + self._recorder.hint, announce=True)
             return
 
     def _alarm(self, stop: threading.Event) -> None:

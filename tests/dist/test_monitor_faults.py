@@ -1,0 +1,133 @@
+"""Planted faults are named: a slow rank, a slow loader, memory that grows."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_3d import ThreeDStrategy
+from lightning_3d.cli.command import main
+from lightning_3d.monitor import record
+from lightning_3d.monitor.diagnosis import Diagnosis
+from tests.harness import run_trainer
+
+SLOW_RANK, SLOW_S = 3, 0.05
+LEAKING_RANK, LEAK_FLOATS = 1, 1 << 20
+READ_S = 0.008
+STEPS, WINDOW, SKIP = 34, 15, 3
+
+
+class Layer(nn.Module):
+    """Sleeps on the slow rank, in the last layer alone: once per forward of its stage."""
+
+    def __init__(self, sleeps: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.sleeps = sleeps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.sleeps and torch.distributed.is_initialized() and torch.distributed.get_rank() == SLOW_RANK:
+            time.sleep(SLOW_S)
+        return torch.relu(self.linear(x))
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer(sleeps=index == 3) for index in range(4))
+        self.head = nn.Linear(16, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for block in self.blocks:
+            x = block(x)
+        loss = F.mse_loss(self.head(x), batch.sum(1, keepdim=True))
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Rows(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return STEPS * 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(READ_S)
+        return torch.full((16,), index / 300.0)
+
+
+class Hoarder(Callback):
+    """Keeps a tensor of every step on one rank."""
+
+    def __init__(self) -> None:
+        self.hoard: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_rank == LEAKING_RANK:
+            self.hoard.append(torch.ones(LEAK_FLOATS))
+
+
+def _faulty(rank: int, world: int, folder: str) -> list[str]:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=ThreeDStrategy(pipeline_parallel=2, data_parallel=2, num_micro_batches=2),
+        max_steps=STEPS,
+        logger=CSVLogger(folder, name="", version="run"),
+        callbacks=[Diagnosis(every_n_steps=WINDOW, skip_steps=SKIP), Hoarder()],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.manual_seed(0)
+        trainer.fit(Model(), DataLoader(Rows(), batch_size=4))
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_slow_rank_a_slow_loader_and_a_leak_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    told = run_trainer(4, _faulty, str(tmp_path), timeout=100)
+    entries = list(record.read(tmp_path / "run"))
+    slow = [entry for entry in entries if isinstance(entry, record.Straggler)]
+    # Others may be named where the machine is busy, but for far less.
+    slow = [one for one in slow if one.excess > SLOW_S]
+    assert [(one.place.rank, one.phase) for one in slow] == [(SLOW_RANK, "forward")] * 2
+    assert slow[0].last_step <= 20
+    assert 0.9 * 2 * SLOW_S < slow[0].excess < 4 * SLOW_S
+    warned = [text for text in told[0] if "forward" in text]
+    assert len(warned) == 2 and f"rank {SLOW_RANK} (pp1 dp1 tp0) on {slow[0].place.host}" in warned[0]
+    assert not any("z-score" in text for texts in told[1:] for text in texts)
+
+    capsys.readouterr()
+    main(["report", str(tmp_path), "--json", "--html", str(tmp_path / "report.html")])
+    report = json.loads(capsys.readouterr().out)
+    causes = {cause["kind"]: cause for cause in report["causes"]}
+    assert {"straggler", "loader", "leak"} <= causes.keys()
+    assert causes["straggler"]["rank"] == SLOW_RANK
+    ranked = [cause["kind"] for cause in report["causes"]]
+    assert ranked[:3] == ["leak", "straggler", "loader"], report["causes"]
+    assert abs(causes["loader"]["lost"] * report["batch_s"] - 4 * READ_S) < 0.3 * 4 * READ_S
+    leak = next(entry for entry in entries if isinstance(entry, record.Leak))
+    assert causes["leak"]["rank"] == leak.place.rank == LEAKING_RANK
+    assert leak.bytes_per_step == pytest.approx(4 * LEAK_FLOATS, rel=0.2)
+    assert leak.grown[0].what == f"Tensor float32 [{LEAK_FLOATS}] on cpu"
+    assert leak.grown[0].more == WINDOW and "Hoarder.hoard" in leak.grown[0].where
+    page = (tmp_path / "report.html").read_text()
+    assert "<svg" in page and "Hoarder.hoard" in page
+
+    main(["report", str(tmp_path)])
+    assert "straggler" in capsys.readouterr().out
