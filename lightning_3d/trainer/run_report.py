@@ -1,10 +1,9 @@
-"""What a run was: layout, waiting, speed and memory of every rank, and what the model learned, as tables at its end."""
+"""What a run was: layout, bubble, speed and memory of every rank, and what the model learned, as tables at its end."""
 
 from __future__ import annotations
 
 import resource
 import sys
-import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from typing_extensions import override
+
+from lightning_3d.events import DeviceClock, EventSource, Phase, StepEvents
+from lightning_3d.monitor.own_time import pipeline_seconds
+from lightning_3d.pipeline.micro_batches import batch_size_of, tokens_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,49 +30,44 @@ class RankFacts:
     """Position on every axis of the mesh; empty without one."""
     peak_memory: int
     """Bytes: of the process (resident) on CPU, of the allocator on CUDA."""
-    waiting: float | None
-    """Mean share of a step spent waiting for other stages; None without a pipeline."""
+    pipeline_s: float = 0.0
+    """Mean per step from its first action of the pipeline to its last; 0 without a pipeline."""
+    busy_s: float = 0.0
+    """Of that, without waiting for other stages."""
 
 
-class Stopwatch:
-    """Time spent on training steps, without validation, set-up and the first steps, which settle shapes and memory.
+@dataclass
+class Totals:
+    """Sums over the training steps of a rank, validation and the first steps left out, which settle shapes and memory.
 
-    The device is synchronised only where a measured stretch begins or ends, never between steps.
-
-    Args:
-        skip: Number of steps that are not measured.
+    Listens to an :class:`~lightning_3d.events.EventSource`.
     """
 
-    def __init__(self, skip: int) -> None:
-        self.skip = skip
-        self.steps = 0
-        self.seconds = 0.0
-        self._seen = 0
-        self._started: float | None = None
-        self._pending = 0
+    skip: int
+    """Steps at the start that are not counted."""
+    steps: int = 0
+    seconds: float = 0.0
+    pipeline_s: float = 0.0
+    busy_s: float = 0.0
+    samples: int = 0
+    tokens: int = 0
 
-    def begin_step(self) -> None:
-        """A training step begins."""
-        if self._started is None and self._seen >= self.skip:
-            self._started = _now()
-
-    def end_step(self) -> None:
-        """A training step has ended."""
-        self._seen += 1
-        if self._started is not None:
-            self._pending += 1
-
-    def pause(self) -> None:
-        """Something else than training begins; the next step starts the clock again."""
-        if self._started is None:
+    def add(self, step: StepEvents) -> None:
+        """Count a step."""
+        if self.skip > 0:
+            self.skip -= 1
             return
-        self.seconds += _now() - self._started
-        self.steps += self._pending
-        self._started, self._pending = None, 0
+        pipeline, busy = pipeline_seconds(step)
+        self.steps += 1
+        self.seconds += step.seconds - sum(e.seconds for e in step.events if e.phase is Phase.EVALUATION)
+        self.pipeline_s += pipeline
+        self.busy_s += busy
+        self.samples += step.samples
+        self.tokens += step.tokens
 
     @property
     def step_time(self) -> float | None:
-        """Mean seconds per step; None when too few steps ran to measure."""
+        """Mean seconds per step; ``None`` when too few steps ran to measure."""
         return self.seconds / self.steps if self.steps else None
 
 
@@ -87,39 +84,64 @@ class RunReport(Callback):
     def __init__(self, prompt: str | None = None, length: int = 400, skip_steps: int = 5) -> None:
         self.prompt = prompt
         self.length = length
-        self.watch = Stopwatch(skip_steps)
-        self.tokens_per_step = 0
-        self._waiting: list[float] = []
+        self.skip_steps = skip_steps
+        self.totals = Totals(skip_steps)
+        self._own: EventSource | None = None
+        """Under a strategy that has no source of timings: one that this callback tells of steps."""
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to listen."""
+        self.totals = Totals(self.skip_steps)
+        if not isinstance(getattr(trainer.strategy, "events", None), EventSource):
+            on_gpu = trainer.strategy.root_device.type == "cuda"
+            self._own = EventSource(DeviceClock() if on_gpu else None)
+        self._events(trainer).listen(self.totals.add)
+
+    def _events(self, trainer: Trainer) -> EventSource:
+        events = self._own or trainer.strategy.events  # type: ignore[attr-defined]
+        assert isinstance(events, EventSource)
+        return events
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the clock and count the tokens of all replicas."""
-        self.tokens_per_step = _count(batch) * _num_replicas(trainer)
-        self.watch.begin_step()
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Note the step and its waiting."""
-        self.watch.end_step()
-        idle = getattr(trainer.strategy, "idle_fraction", None)
-        if self.watch.steps + self.watch._pending > 0 and idle is not None:
-            self._waiting.append(idle)
+        """Under another strategy: a step begins."""
+        if self._own is not None:
+            self._own.begin_step(trainer.global_step)
+            self._own.count(1, batch_size_of(batch), tokens_of(batch))
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock."""
-        self.watch.pause()
+        """Under another strategy: what follows is no training."""
+        if self._own is not None:
+            self._own.begin_evaluation()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Under another strategy: training goes on."""
+        if self._own is not None:
+            self._own.end_evaluation()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock."""
-        self.watch.pause()
+        """Under another strategy: the last step is over."""
+        if self._own is not None:
+            self._own.flush()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Listen no more."""
+        self._stop(trainer)
+
+    def _stop(self, trainer: Trainer) -> None:
+        if self._own is not None or isinstance(getattr(trainer.strategy, "events", None), EventSource):
+            self._events(trainer).unlisten(self.totals.add)
+        self._own = None
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gather what the ranks know, and print it on rank 0; every rank must get here."""
+        self._stop(trainer)
         facts = self._gather(trainer)
         state = self._whole_state(trainer, pl_module)
         if not trainer.is_global_zero:
@@ -137,7 +159,8 @@ class RunReport(Callback):
             rank=trainer.global_rank,
             coordinates=dict(coordinates),
             peak_memory=_peak_memory(),
-            waiting=sum(self._waiting) / len(self._waiting) if self._waiting else None,
+            pipeline_s=self.totals.pipeline_s / max(1, self.totals.steps),
+            busy_s=self.totals.busy_s / max(1, self.totals.steps),
         )
         if trainer.world_size == 1 or not dist.is_initialized():
             return [replace(mine, rank=0)]
@@ -166,13 +189,16 @@ class RunReport(Callback):
                 table.add_row(name, held)
             if layout.bubble is not None:
                 table.add_row("bubble, predicted", f"{layout.bubble:.1%} of a step")
-        measured = _waiting_by_stage(facts)
+        measured = bubble_of_stages(facts)
         if measured:
             shares = ", ".join(f"stage {stage} {share:.1%}" for stage, share in measured.items())
-            table.add_row("bubble, measured", f"{shares} of a step spent waiting for other stages")
-        if (seconds := self.watch.step_time) is not None:
-            table.add_row("step", f"{seconds:.3f} s, mean of {self.watch.steps} steps")
-            table.add_row("speed", f"{self.tokens_per_step / seconds:,.0f} tokens/s")
+            mean = sum(measured.values()) / len(measured)
+            table.add_row("bubble, measured", f"{mean:.1%} of the pipeline's time; {shares}")
+        totals = self.totals
+        if (seconds := totals.step_time) is not None:
+            table.add_row("step", f"{seconds:.3f} s, mean of {totals.steps} steps")
+            what, count = ("tokens", totals.tokens) if totals.tokens else ("samples", totals.samples)
+            table.add_row("speed", f"{count / totals.seconds * _num_replicas(trainer):,.0f} {what}/s")
         peak = max(fact.peak_memory for fact in facts)
         table.add_row("peak memory", f"{_megabytes(peak)} on the fullest rank")
         for name, value in trainer.callback_metrics.items():
@@ -195,30 +221,37 @@ class RunReport(Callback):
 def _rank_table(facts: list[RankFacts]) -> Table:
     table = Table(title="Ranks", title_justify="left")
     axes = list(facts[0].coordinates)
-    for name in ("rank", *axes, "waiting", "peak memory"):
+    bubbles = _bubbles(facts)
+    for name in ("rank", *axes, "bubble", "peak memory"):
         table.add_column(name, justify="right")
     for fact in facts:
-        waiting = "" if fact.waiting is None else f"{fact.waiting:.1%}"
+        bubble = f"{bubbles[fact.rank]:.1%}" if fact.rank in bubbles else ""
         place = [str(fact.coordinates[axis]) for axis in axes]
-        table.add_row(str(fact.rank), *place, waiting, _megabytes(fact.peak_memory))
+        table.add_row(str(fact.rank), *place, bubble, _megabytes(fact.peak_memory))
     return table
 
 
-def _waiting_by_stage(facts: list[RankFacts]) -> dict[int, float]:
+def _bubbles(facts: list[RankFacts]) -> dict[int, float]:
+    """By rank, the share of its pipeline's time, that of the stage that takes longest, in which it did not work."""
+    longest: dict[tuple[int, int], float] = {}
+    piped = [fact for fact in facts if fact.pipeline_s and len({one.coordinates.get("pp") for one in facts}) > 1]
+    for fact in piped:
+        column = fact.coordinates["dp"], fact.coordinates["tp"]
+        longest[column] = max(longest.get(column, 0.0), fact.pipeline_s)
+    return {f.rank: 1 - f.busy_s / longest[f.coordinates["dp"], f.coordinates["tp"]] for f in piped}
+
+
+def bubble_of_stages(facts: list[RankFacts]) -> dict[int, float]:
+    """The measured bubble of every stage, mean over its ranks; empty without a pipeline."""
     shares: dict[int, list[float]] = {}
-    for fact in facts:
-        if fact.waiting is not None and "pp" in fact.coordinates:
-            shares.setdefault(fact.coordinates["pp"], []).append(fact.waiting)
-    return {stage: sum(values) / len(values) for stage, values in sorted(shares.items())} if len(shares) > 1 else {}
+    for rank, share in _bubbles(facts).items():
+        shares.setdefault(next(fact for fact in facts if fact.rank == rank).coordinates["pp"], []).append(share)
+    return {stage: sum(values) / len(values) for stage, values in sorted(shares.items())}
 
 
 def _num_replicas(trainer: Trainer) -> int:
     options = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
     return int(options["num_replicas"]) if options else 1
-
-
-def _count(batch: Any) -> int:
-    return next((leaf.numel() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)), 0)
 
 
 def _peak_memory() -> int:
@@ -230,9 +263,3 @@ def _peak_memory() -> int:
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.0f} MB"
-
-
-def _now() -> float:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter()

@@ -8,54 +8,43 @@ from typing import Any
 import pytest
 from lightning.pytorch import Trainer, seed_everything
 
+from lightning_3d.events import Event, Phase, StepEvents
 from lightning_3d.models import GPT, ByteText
-from lightning_3d.trainer import run_report
-from lightning_3d.trainer.run_report import RankFacts, RunReport, Stopwatch, _rank_table, _waiting_by_stage
+from lightning_3d.trainer.run_report import RankFacts, RunReport, Totals, _rank_table, bubble_of_stages
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that moves when told."""
-    now = [0.0]
-    monkeypatch.setattr(run_report, "_now", lambda: now[0])
-    return now
+def step(seconds: float, *events: Event) -> StepEvents:
+    return StepEvents(step=0, begin=0.0, end=seconds, wall=0.0, events=events, samples=2, tokens=10)
 
 
-def steps(watch: Stopwatch, clock: list[float], number: int, seconds: float) -> None:
-    for _ in range(number):
-        watch.begin_step()
-        clock[0] += seconds
-        watch.end_step()
+def event(phase: Phase, start: float, end: float) -> Event:
+    return Event(phase, 0, 0, start, end, "", 0)
 
 
-def test_only_training_after_the_first_steps_is_timed(clock: list[float]) -> None:
-    watch = Stopwatch(skip=2)
-    steps(watch, clock, 2, 100.0)
-    steps(watch, clock, 3, 2.0)
-    watch.pause()
-    clock[0] += 50.0  # a validation
-    steps(watch, clock, 1, 6.0)
-    watch.pause()
-    watch.pause()
-    assert watch.steps == 4
-    assert watch.step_time == pytest.approx(3.0)
+def test_only_training_after_the_first_steps_is_timed() -> None:
+    totals = Totals(skip=2)
+    for taken in (step(100.0), step(100.0), step(2.0), step(50.0, event(Phase.EVALUATION, 2.0, 48.0)), step(6.0)):
+        totals.add(taken)
+    assert (totals.steps, totals.samples, totals.tokens) == (3, 6, 30)
+    assert totals.step_time == pytest.approx(4.0)
 
 
-def test_too_few_steps_have_no_time(clock: list[float]) -> None:
-    watch = Stopwatch(skip=5)
-    steps(watch, clock, 5, 1.0)
-    watch.pause()
-    assert watch.step_time is None
+def test_too_few_steps_have_no_time() -> None:
+    totals = Totals(skip=5)
+    for _ in range(5):
+        totals.add(step(1.0))
+    assert totals.step_time is None
 
 
-def facts(rank: int, pp: int, waiting: float | None) -> RankFacts:
-    return RankFacts(rank=rank, coordinates={"pp": pp, "dp": 0, "tp": 0}, peak_memory=10**6, waiting=waiting)
+def facts(rank: int, pp: int, pipeline: float, busy: float) -> RankFacts:
+    place = {"pp": pp, "dp": rank % 2, "tp": 0}
+    return RankFacts(rank=rank, coordinates=place, peak_memory=10**6, pipeline_s=pipeline, busy_s=busy)
 
 
-def test_waiting_is_the_mean_of_the_ranks_of_a_stage() -> None:
-    ranks = [facts(0, 0, 0.1), facts(1, 0, 0.3), facts(2, 1, 0.4), facts(3, 1, 0.4)]
-    assert _waiting_by_stage(ranks) == pytest.approx({0: 0.2, 1: 0.4})
-    assert _waiting_by_stage([facts(0, 0, 0.1)]) == {}
+def test_the_bubble_is_a_share_of_the_time_of_the_stage_that_takes_longest() -> None:
+    ranks = [facts(0, 0, 10.0, 9.0), facts(1, 0, 20.0, 14.0), facts(2, 1, 8.0, 6.0), facts(3, 1, 16.0, 12.0)]
+    assert bubble_of_stages(ranks) == pytest.approx({0: 0.2, 1: 0.4})
+    assert bubble_of_stages([facts(0, 0, 10.0, 9.0)]) == {}
     assert _rank_table(ranks).row_count == 4
 
 
@@ -84,8 +73,8 @@ def fit(tmp_path: Path, **options: Any) -> RunReport:
 def test_a_run_prints_its_table_and_a_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = fit(tmp_path, prompt="def ", length=12, skip_steps=2)
     printed = capsys.readouterr().out
-    assert report.watch.steps == 7
-    assert report.tokens_per_step == 4 * 9
+    assert report.totals.steps == 7
+    assert report.totals.tokens == 7 * 4 * 9
     for text in ("layout", "tokens/s", "peak memory", "val_loss", "unigram entropy", "Sample", "def "):
         assert text in printed
 
