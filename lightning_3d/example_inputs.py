@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -17,7 +18,8 @@ def example_inputs(module: nn.Module, batch: int = 1, length: int = 8) -> Iterat
     """Arguments to call ``module`` with, the most telling first; none need fit.
 
     Tried in turn: the ``example_input_array`` of a LightningModule; inputs made up from the ``config`` of a Hugging
-    Face model; its ``dummy_inputs``; token numbers or an input of the width of the first layer.
+    Face model; its ``dummy_inputs``; token numbers or an input of the width of the first layer. A module without a
+    ``forward`` has no inputs.
 
     Args:
         module: Any module, with or without memory.
@@ -27,6 +29,8 @@ def example_inputs(module: nn.Module, batch: int = 1, length: int = 8) -> Iterat
     Yields:
         ``(args, kwargs)`` with tensors of zeros on the CPU.
     """
+    if not has_forward(module):
+        return
     example = _read(module, "example_input_array")
     if isinstance(example, Mapping):
         yield (), dict(example)
@@ -40,6 +44,12 @@ def example_inputs(module: nn.Module, batch: int = 1, length: int = 8) -> Iterat
     if isinstance(dummies, Mapping) and dummies:
         yield (), dict(dummies)
     yield from _guesses(module, batch, length)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether the module can be called: many LightningModules have steps and no ``forward``."""
+    missing = (nn.Module.forward, LightningModule.forward)
+    return "forward" in vars(module) or type(module).forward not in missing
 
 
 def hugging_face_inputs(module: nn.Module, batch: int = 1, length: int = 8) -> dict[str, Tensor] | None:

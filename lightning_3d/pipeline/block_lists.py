@@ -42,7 +42,7 @@ def find_block_lists(
         module: The whole model.
         wanted: ``"auto"`` or names of lists.
         num_chunks: Pipeline stages times virtual stages.
-        order: Names of modules in the order of their calls, if known; for a pipeline it is looked for.
+        order: Names of modules in the order of their calls, empty if unknown; for a pipeline it is looked for.
 
     Raises:
         StageError: if a named list does not exist.
@@ -51,7 +51,9 @@ def find_block_lists(
     if wanted != "auto":
         names = [wanted] if isinstance(wanted, str) else list(wanted)
         return [_named_list(modules, name) for name in names]
-    sequence = (order or call_order(module) or ()) if num_chunks > 1 else ()
+    if order is None and num_chunks > 1:
+        order = call_order(module) or ()
+    sequence = order if order is not None and num_chunks > 1 else ()
     calls = Counter(sequence)
     candidates = repeated_layers(module)
     asked = teachers_among(candidates, lambda: sequence or call_order(module))

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from lightning_3d.example_inputs import Call, example_inputs
+from lightning_3d.pipeline.recurrent import FewSteps
 from lightning_3d.tensor_parallel.clone import GuessValues, without_hooks
 
 LONGEST = 4096
@@ -224,6 +225,7 @@ def _run(
             stack.enter_context(torch.enable_grad())
             stack.enter_context(GuessValues())
             tensors = _on_meta(target, dtype)
+            stack.enter_context(FewSteps(counter))
             stack.enter_context(counter)
             output = torch.func.functional_call(target, tensors, args, kwargs, tie_weights=False)
             _loss(output)

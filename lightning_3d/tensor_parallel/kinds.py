@@ -17,6 +17,7 @@ from lightning_3d.tensor_parallel.layout import Rule
 from lightning_3d.tensor_parallel.probe import BlockCall, Calls
 from lightning_3d.tensor_parallel.search import observed
 from lightning_3d.tensor_parallel.sizes import whole_numbers
+from lightning_3d.tensor_parallel.visible import visible_state
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -52,7 +53,8 @@ def computing_alike(
     """A group of :func:`built_alike` in groups whose blocks are called alike and compute the same.
 
     What a block computes is what it did in a run without values: every operation, on which tensors, with which numbers.
-    Blocks that do not run like that are alike if their attributes are.
+    Of blocks that differ in nothing that such a run can see, one is run. Blocks that do not run like that are alike if
+    their attributes are.
 
     Args:
         module: The whole model.
@@ -72,14 +74,19 @@ def computing_alike(
         if call is not None:
             break
     found: dict[object, list[str]] = {}
+    traces: dict[object, object] = {}
     for name, block in blocks.items():
         own = known[name] or call
         key: object = attributes[name]
         if call is not None and own is not None:
-            try:
-                key = (_form(own), _values(block), trace(block, own, ground))
-            except Exception:
-                key = (_form(own), attributes[name])
+            state = visible_state(block, own)
+            if state not in traces:
+                try:
+                    traces[state] = trace(block, own, ground)
+                except Exception:
+                    traces[state] = None
+            done = traces[state]
+            key = (_form(own), attributes[name]) if done is None else (_form(own), _values(block), done)
         found.setdefault(key, []).append(name)
     for names in found.values():
         first = known[names[0]] or call

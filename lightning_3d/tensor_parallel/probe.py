@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_3d.example_inputs import example_inputs
+from lightning_3d.example_inputs import example_inputs, has_forward
 from lightning_3d.tensor_parallel.clone import Ground, GuessValues, trial_tensor, without_hooks
 
 
@@ -115,7 +115,7 @@ def _attempts(
     paths = sorted({path for name in wanted for path in _ancestors(name)}, key=lambda path: path.count("."))
     for path in paths:
         module = root.get_submodule(path)
-        if type(module).forward is getattr(nn.Module, "forward", None) or isinstance(module, nn.ModuleList):
+        if not has_forward(module) or isinstance(module, nn.ModuleList):
             continue
 
         def arguments(module: nn.Module = module) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -148,8 +148,10 @@ def draw(
     """
     lists = find_block_lists(module, config.pipeline_blocks)  # a plan does not depend on the pipeline
     plan = tensor_parallel.plan(module, [item.blocks for item in lists], config, sizes.tp)
-    lists = find_block_lists(module, config.pipeline_blocks, sizes.pp * config.virtual_stages)
-    return Blueprint(wishes, plan, chunk_map(module, lists, config, sizes.pp, profile))
+    count = sizes.pp * config.virtual_stages
+    order = (call_order(module) or ()) if count > 1 else ()
+    lists = find_block_lists(module, config.pipeline_blocks, count, order)
+    return Blueprint(wishes, plan, chunk_map(module, lists, config, sizes.pp, profile, order))
 
 
 def assemble(
@@ -260,6 +262,7 @@ def chunk_map(
     config: ParallelConfig,
     stages: int,
     profile: Costing | None = None,
+    order: Sequence[str] | None = None,
 ) -> ChunkMap:
     """Which chunk owns what.
 
@@ -269,16 +272,18 @@ def chunk_map(
         config: The options of the pipeline.
         stages: Pipeline ranks.
         profile: Measures the blocks, for ``pipeline_split="profile"``; without it they are counted.
+        order: Names of modules in the order of their calls, empty if unknown; for a pipeline it is looked for.
     """
     count = stages * config.virtual_stages
-    order = call_order(module) if count > 1 else None
+    if order is None and count > 1:
+        order = call_order(module)
     recomputed = recomputed_share(config.activation_checkpointing)
 
     def count_costs(blocks: Sequence[str], outside: Positions) -> Costs:
         return flop_costs(module, blocks, outside, recomputed)
 
     costing = profile if profile is not None and config.pipeline_split == "profile" else count_costs
-    return share_out(module, lists, count, config.pipeline_split, order, costing, config.virtual_stages)
+    return share_out(module, lists, count, config.pipeline_split, order or None, costing, config.virtual_stages)
 
 
 def profiler(module: nn.Module, config: ParallelConfig, mesh: Mesh, precision: ThreeDPrecision) -> Costing:

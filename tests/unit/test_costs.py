@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.partition import balance, balance_ranks
 from lightning_3d.pipeline.blocks import find_block_lists, share_out
 from lightning_3d.pipeline.costs import Costs, flop_costs, parameter_costs, recomputed_share
-from lightning_3d.pipeline.flops import count_flops
+from lightning_3d.pipeline.flops import FlopCounter, count_flops
+from lightning_3d.pipeline.recurrent import FewSteps
 from lightning_3d.pipeline.timing import time_costs
 from lightning_3d.trainer.assembly import chunk_map, describe
 
@@ -125,6 +127,55 @@ def test_counting_changes_nothing() -> None:
     assert torch.equal(state, torch.get_rng_state()) and not hooks and model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None and not p.is_meta for p in model.parameters())
+
+
+class Recurrent(nn.Module):
+    """Recurrent layers of every kind; a block each, with a residual."""
+
+    def __init__(self, layers: list[nn.RNNBase]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(layers)
+        self.mix = nn.ModuleList(nn.LazyLinear(WIDTH) for _ in layers)
+        self.example_input_array = torch.zeros(9, 11, dtype=torch.long)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer, mix in zip(self.layers, self.mix, strict=True):
+            x = x + mix(layer(x)[0])
+        return x.sum()
+
+
+def test_recurrent_layers_are_counted_in_a_few_steps_as_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    first: Any = {"batch_first": True}
+    model = Recurrent(
+        [
+            nn.LSTM(WIDTH, WIDTH, **first),
+            nn.LSTM(WIDTH, 2 * WIDTH, num_layers=2, bidirectional=True, proj_size=8, bias=False),
+            nn.GRU(WIDTH, WIDTH, num_layers=2, bidirectional=True, **first),
+            nn.RNN(WIDTH, WIDTH, nonlinearity="tanh"),
+            nn.RNN(WIDTH, WIDTH, nonlinearity="relu", **first),
+        ]
+    )
+    with torch.no_grad():
+        model(model.example_input_array)
+    model.layers[3].requires_grad_(False)
+    blocks = [f"layers.{index}" for index in range(len(model.layers))]
+    few = count_flops(model, blocks)
+    monkeypatch.setattr("lightning_3d.pipeline.recurrent._LAYERS", ())
+    every = count_flops(model, blocks)
+    assert few is not None and few == every
+
+
+def test_counting_a_long_recurrent_layer_runs_few_operations() -> None:
+    model = Recurrent([nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(3)])
+    model.example_input_array = torch.zeros(1, 4096, dtype=torch.long)
+    with torch.no_grad():
+        model(model.example_input_array[:, :2])
+    counter = FlopCounter(3, most=1000)
+    with FewSteps(counter), counter:
+        model.to("meta")(model.example_input_array.to("meta"))
+    assert counter.left > 0
 
 
 def test_what_no_made_up_input_runs_through_is_estimated_and_the_layout_says_so() -> None:

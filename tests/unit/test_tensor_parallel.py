@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Axis
 from lightning_3d.tensor_parallel import ParameterCut, Plan, plan
+from lightning_3d.tensor_parallel.kinds import trace
 from lightning_3d.tensor_parallel.sequence import scatter_before
 from tests.dist.tensor_parallel_models import MODELS, blocks_of, build
 
@@ -95,3 +98,37 @@ def test_sequence_parallel_refuses_hidden_states_without_a_sequence() -> None:
     scatter_before(block, "layers.0", Axis("tp", 2, 0, (0, 1), None), dim=1, hidden=0, dims=3)
     with pytest.raises(ConfigError, match=r"layers\.0 received hidden states of shape \[4, 16\]"):
         block(torch.ones(4, 16))
+
+
+class _Switching(nn.Module):
+    """A layer that computes by what stands in its attribute."""
+
+    def __init__(self, how: object = None) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.how(self.first(x)) if callable(self.how) else self.first(x)
+        return x + self.second(torch.relu(h) if self.how == "relu" else h.tanh())
+
+
+def test_blocks_that_differ_in_nothing_are_run_once_and_others_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[nn.Module] = []
+
+    def counted(block: nn.Module, *others: Any) -> Any:
+        ran.append(block)
+        return trace(block, *others)
+
+    monkeypatch.setattr("lightning_3d.tensor_parallel.kinds.trace", counted)
+
+    def groups(*hows: object) -> list[tuple[str, ...]]:
+        ran.clear()
+        model = nn.Sequential(nn.Linear(8, 8), *(_Switching(how) for how in hows))
+        names = [str(index) for index in range(1, len(model))]
+        return [kind.names for kind in plan(model, [names], ParallelConfig(tensor_parallel=2), 2).blocks]
+
+    assert groups(None, None, None, None) == [("1", "2", "3", "4")] and len(ran) == 1
+    assert groups("relu", None, "relu", None) == [("1", "3"), ("2", "4")] and len(ran) == 2
+    scales = [lambda x, by=by: x * by for by in (2.0, 2.0, 3.0)]
+    assert groups(*scales) == [("1", "2"), ("3",)] and len(ran) == 3, "what functions do shows when they are run"
