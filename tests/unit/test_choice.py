@@ -137,7 +137,7 @@ def test_a_module_that_fits_nowhere_is_refused_with_what_comes_nearest() -> None
     with pytest.raises(ConfigError, match=r"fits on no layout of 4 CPU processes .* comes nearest: .* of 0.00194 GB"):
         chosen(GPT(), 0.002)
     with pytest.raises(ConfigError, match="zero_stage=3"):
-        on_gpus(GPT(96, 12288, 96, 2048, 51200, build_late=True), "a100-80g:1x8", pipeline_parallel=1)
+        on_gpus(GPT(24, 12288, 96, 2048, 51200, build_late=True), "a100-80g:1x8", pipeline_parallel=1)
 
 
 def test_what_is_predicted_warns_and_does_not_refuse() -> None:
@@ -153,7 +153,7 @@ def test_a_huge_module_is_cut_before_it_is_built() -> None:
     found = on_gpus(module, "h100-80g:1x8", global_batch_size=64, micro_batch_size=1)
     assert found.sizes.tp * found.sizes.pp >= 2
     assert "within 10% of the fastest" in found.reason
-    assert "Too large: tp1 pp1 dp8" in found.reason
+    assert "tp1 pp1 dp8 (" in found.reason.partition("Too large: ")[2]
     assert "Predicted steps of others" in found.reason
     assert not list(module.parameters()), "the module itself is as it was"
     assert torch.equal(before, torch.get_rng_state())
