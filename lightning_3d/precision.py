@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,6 +26,7 @@ from lightning_3d.placeholder import is_placeholder
 from lightning_3d.sharding import OwnedParameter, clip_by_norm, clip_by_value, has_nonfinite, nonfinite_gradients
 from lightning_3d.sharding.loss_scale import LossScaler
 from lightning_3d.sharding.optimizer import local_step, steps_on_parts
+from lightning_3d.sharding.user_step import UserStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +245,10 @@ class ThreeDPrecision(Precision):
     ) -> Any:
         self.step_skipped = False
         if not steps_on_parts(optimizer):  # type: ignore[arg-type]
-            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+            step = UserStep(optimizer)  # type: ignore[arg-type]
+            closure = step.closure(partial(self._wrap_closure, model, optimizer, closure))
+            with step.running():
+                return optimizer.step(closure=closure, **kwargs)
         # The closure runs first and not inside the step: while it runs, user code must see the optimizer as it is.
         result = self._wrap_closure(model, optimizer, closure)
         with local_step(optimizer):  # type: ignore[arg-type]

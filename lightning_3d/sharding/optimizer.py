@@ -18,6 +18,7 @@ from lightning_3d.attributes import share_attributes
 from lightning_3d.placeholder import is_placeholder
 from lightning_3d.sharding import adafactor
 from lightning_3d.sharding.reducer import like_parameter, local_of
+from lightning_3d.sharding.user_step import UserStep
 
 ELEMENT_WISE: tuple[type[Optimizer], ...] = (
     optim.SGD,
@@ -76,9 +77,13 @@ def local_step(optimizer: Optimizer) -> Iterator[None]:
 
     Outside it holds the model's parameters and states placed as they are, the same objects at every step, for LR
     schedulers, checkpoints and user code. Placeholder parameters are left out. Adafactor steps with the means and
-    norms of whole parameters. Other optimizers are left alone and work on DTensors.
+    norms of whole parameters. Other optimizers work on DTensors, of which they read whole numbers.
     """
-    if not steps_on_parts(optimizer) or not _needs_help(optimizer):
+    if not steps_on_parts(optimizer):
+        with UserStep(optimizer).running():
+            yield
+        return
+    if not _needs_help(optimizer):
         yield
         return
     if isinstance(optimizer, optim.Adafactor):

@@ -41,6 +41,23 @@ class Lion(optim.Optimizer):
         return loss
 
 
+class Normalized(Lion):
+    """A user's optimizer that looks at whole parameters: the relative length of a step, read as a number (LARS)."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and (p.grad.abs().max() > 0 and torch.isfinite(p.grad).all()):
+                    trust = float(p.norm()) / (p.grad.norm().item() + 1e-6)
+                    p.add_(p.grad, alpha=-group["lr"] * min(trust, 10.0))
+        return loss
+
+
 class Lookahead(optim.Optimizer):
     """An optimizer around another one: every ``k`` steps slow weights go half way, and fast ones restart."""
 
@@ -113,6 +130,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "rprop": of_all(optim.Rprop, lr=0.001),
     "asgd": of_all(optim.ASGD, lr=0.1, t0=1.0),
     "lion": of_all(Lion),
+    "normalized": of_all(Normalized),
     "lookahead": lambda module: Lookahead(optim.AdamW(module.parameters(), lr=0.02)),
     "lookahead_sgd": lambda module: Lookahead(optim.SGD(module.parameters(), lr=0.1, momentum=0.9)),
     "adafactor": of_all(optim.Adafactor, lr=0.02, weight_decay=0.1, d=1.0),

@@ -74,7 +74,7 @@ def compare(mesh: Mesh, names: Sequence[str], first_stage: int) -> None:
     assert not wrong
 
 
-ALONE = ("adamw_foreach", "sgd_fused", "lion", "lookahead", "adafactor", "adafactor_foreach")
+ALONE = ("adamw_foreach", "sgd_fused", "lion", "normalized", "lookahead", "adafactor", "adafactor_foreach")
 """What does something that the other optimizers do not."""
 RARE = ("list", "tuple", "bare_scheduler", "plateau_train", "chained", "restarts", "cyclic", "one_cycle_betas")
 

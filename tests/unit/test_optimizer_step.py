@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn, optim
 
+from lightning_3d.errors import ConfigError
 from lightning_3d.placeholder import placeholder_parameter
 from lightning_3d.sharding import adafactor
 from lightning_3d.sharding.optimizer import ELEMENT_WISE, is_element_wise, local_step
+from lightning_3d.sharding.user_step import UserStep
 
 
 class Renamed(optim.AdamW):
@@ -68,6 +70,19 @@ def test_an_error_in_the_step_puts_everything_back() -> None:
     with pytest.raises(RuntimeError, match="stop"), local_step(optimizer):
         raise RuntimeError("stop")
     assert len(optimizer.param_groups[0]["params"]) == 2
+
+
+def test_a_step_that_mixes_parts_with_plain_tensors_is_told_from_an_error_in_its_closure() -> None:
+    optimizer = WithOwnStep([_parameter()])
+
+    def mix() -> None:
+        raise RuntimeError("aten.add_.Tensor got mixed torch.Tensor and DTensor, need to convert")
+
+    step = UserStep(optimizer)
+    with pytest.raises(ConfigError, match="The step of WithOwnStep computes with parameters"), step.running():
+        mix()
+    with pytest.raises(RuntimeError, match=r"^aten.add_"), step.running():
+        step.closure(mix)()
 
 
 def test_ranks_sum_over_the_axes_of_the_mesh_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
