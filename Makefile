@@ -64,6 +64,7 @@ types: $(DEV_STAMP)  ## mypy
 
 bench: $(DEV_STAMP)  ## benchmark table against stock Lightning and hand-written parallelism
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.monitor
 
 clean:  ## remove what builds, tests and runs left behind, but not .venv
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs runs

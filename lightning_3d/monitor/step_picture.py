@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_3d.events import Event, Phase, StepEvents
+from lightning_3d.monitor.trace_merge import HEADER
 from lightning_3d.pictures.axes import time_axis
 from lightning_3d.pictures.colours import IDLE, MESSAGE, OF_KIND, SERIES, ink_on, shade
 from lightning_3d.pictures.drawing import Drawing, Rect, Text, text_width
 from lightning_3d.schedules import Kind
 
-_LEFT, _RIGHT, _ROW, _TOP = 92.0, 90.0, 34.0, 70.0
-_WIDTH = 1400.0
+_LEFT, _RIGHT, _TOP, _WIDTH = 92.0, 30.0, 70.0, 1100.0
 _NUMBERS = 10.0
 _COLOURS: Mapping[Phase, str] = {
     Phase.FORWARD: OF_KIND[Kind.F],
@@ -63,7 +63,8 @@ class RankStep:
 def draw_step(ranks: Sequence[RankStep], predicted: float | None = None) -> Drawing:
     """Draw what ranks did in one step, one row for each, on one line of time.
 
-    What lies within a forward or backward is drawn over it: what is left of the box is the rank's own work.
+    What lies within a forward or backward is drawn over it, waits for other stages over all of it, collectives over the
+    lower part: what is left is the rank's own work.
 
     Args:
         ranks: Their events of the same step.
@@ -75,7 +76,8 @@ def draw_step(ranks: Sequence[RankStep], predicted: float | None = None) -> Draw
     title = f"step {ranks[0].step.step}: {1e3 * length:,.1f} ms, {ranks[0].step.micro_batches} micro-batches"
     if predicted is not None:
         title += f", predicted bubble {predicted:.1%}"
-    bottom = _TOP + _ROW * len(ranks)
+    height = 64.0 if len(ranks) <= 4 else 34.0 if len(ranks) <= 16 else 18.0
+    bottom = _TOP + height * len(ranks)
     drawing = Drawing(_WIDTH, bottom + 46, title)
     drawing.add(Text(_LEFT, 18, title, 14, bold=True))
     _legend(drawing, {event.phase for rank in ranks for event in rank.step.events})
@@ -85,10 +87,10 @@ def draw_step(ranks: Sequence[RankStep], predicted: float | None = None) -> Draw
 
     time_axis(drawing, place, 1e3 * length, _TOP, bottom, "time (ms)")
     for row, rank in enumerate(ranks):
-        y = _TOP + _ROW * row
-        drawing.add(Text(_LEFT - 8, y + _ROW / 2 + 4, rank.name, 11, "end"))
+        y = _TOP + height * row
+        drawing.add(Text(_LEFT - 8, y + height / 2 + 4, rank.name, 11, "end"))
         shift = rank.shift - first
-        _boxes(drawing, rank, y + 2, _ROW - 4, lambda time, shift=shift: _LEFT + (time + shift) * scale)
+        _boxes(drawing, rank, y + 2, height - 4, lambda time, shift=shift: _LEFT + (time + shift) * scale)
     return drawing
 
 
@@ -113,10 +115,11 @@ def _boxes(drawing: Drawing, rank: RankStep, top: float, height: float, place: A
         if right - left < 0.3:
             continue
         gap = 1.0 if is_action and right - left >= 5 else 0.0
-        drawing.add(Rect(left, top, right - left - gap, height, colour, _title(event)))
+        upper = 0.6 * height if event.phase in (Phase.TP, Phase.DP) else 0.0
+        drawing.add(Rect(left, top + upper, right - left - gap, height - upper, colour, _title(event)))
         text = str(event.micro_batch)
         if is_action and right - left >= text_width(text, _NUMBERS) + 4:
-            labels.append(Text((left + right) / 2, top + height / 2 + 4, text, _NUMBERS, "middle", ink_on(colour)))
+            labels.append(Text((left + right) / 2, top + 0.3 * height + 4, text, _NUMBERS, "middle", ink_on(colour)))
     drawing.add(*labels)
 
 
@@ -151,4 +154,6 @@ def step_trace(ranks: Sequence[RankStep]) -> dict[str, Any]:
                     "args": {"chunk": event.chunk, "micro_batch": event.micro_batch, "bytes": event.bytes},
                 }
             )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    # Their times are on rank 0's clock already, so that traces of a profiler can be laid beside them.
+    header = {"base_us": 1e6 * first, "ranks_are_processes": True}
+    return {"traceEvents": events, "displayTimeUnit": "ms", HEADER: header}

@@ -40,15 +40,15 @@ DESCRIPTIONS: Mapping[str, str] = {
 
 CHARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "Where the time goes": {
-        "share of a batch's time": tuple(f"time/{name}" for name in SHARES),
         "bubble: measured, worst rank, predicted": (
-            "pipeline/bubble",
+            "pipeline/bubble$",
             "pipeline/bubble_worst",
             "pipeline/bubble_predicted",
         ),
+        **{f"share of a batch's time: {name}": (f"time/{name}",) for name in SHARES},
     },
     "Speed": {
-        "tokens per second": ("speed/tokens_per_s",),
+        "tokens per second": ("speed/tokens_per_s$",),
         "seconds per batch": ("speed/batch_s",),
         "model-FLOPs utilisation": ("speed/mfu",),
     },
