@@ -38,6 +38,8 @@ class Trace:
     events: list[dict[str, Any]]
     place: str = ""
     """Of the rank on the mesh, if the file tells."""
+    corrected: bool = False
+    """Whether its times are on the clock of rank 0 already."""
 
 
 @dataclass
@@ -111,7 +113,7 @@ def read(path: Path) -> list[Trace] | str:
         by_rank: dict[int, list[dict[str, Any]]] = {}
         for event in events:
             by_rank.setdefault(int(event.get("pid", 0)), []).append(event)
-        return [Trace(path, rank, base, found) for rank, found in by_rank.items()]
+        return [Trace(path, rank, base, found, corrected=True) for rank, found in by_rank.items()]
     info = content.get("distributedInfo") or {}
     named = _IN_NAME.search(path.name)
     rank = own.get("rank", info.get("rank", int(named.group(1)) if named else None))
@@ -127,7 +129,7 @@ def one_timeline(traces: Iterable[Trace], places: Mapping[int, record.Place]) ->
     stamped: list[dict[str, Any]] = []
     threads: dict[tuple[int, Any, Any], int] = {}
     named: set[int] = set()
-    shifts = [(trace, trace.base_us + 1e6 * _offset(trace.rank, places)) for trace in traces]
+    shifts = [(trace, trace.base_us + 1e6 * _offset(trace, places)) for trace in traces]
     origin = min(
         (
             shift + event["ts"]
@@ -148,10 +150,12 @@ def one_timeline(traces: Iterable[Trace], places: Mapping[int, record.Place]) ->
                     continue
             elif "ts" not in event:
                 continue
-            key = (trace.rank, event.get("pid"), event.get("tid"))
+            key = (trace.rank, "step" if trace.corrected else event.get("pid"), event.get("tid"))
             if key not in threads:
                 threads[key] = sum(1 for rank, _, _ in threads if rank == trace.rank) + 1
-                if not isinstance(event.get("pid"), int):  # torch's own rows, "Spans" and "Traces"
+                if trace.corrected:
+                    result.append(_named(trace.rank, threads[key], "steps of ThreeDMonitor"))
+                elif not isinstance(event.get("pid"), int):  # torch's own rows, "Spans" and "Traces"
                     result.append(_named(trace.rank, threads[key], f"{event.get('pid')} {event.get('tid')}".strip()))
             moved = {**event, "pid": trace.rank, "tid": threads[key]}
             if event["ph"] == "M":
@@ -181,8 +185,8 @@ def _places(folder: Path) -> dict[int, record.Place]:
     return {}
 
 
-def _offset(rank: int, places: Mapping[int, record.Place]) -> float:
-    return places[rank].clock_offset_s if rank in places else 0.0
+def _offset(trace: Trace, places: Mapping[int, record.Place]) -> float:
+    return 0.0 if trace.corrected or trace.rank not in places else places[trace.rank].clock_offset_s
 
 
 def _title(trace: Trace, places: Mapping[int, record.Place]) -> str:

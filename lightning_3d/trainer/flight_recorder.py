@@ -16,7 +16,11 @@ FOLDER = "flight_recorder"
 """In the log folder; files are ``rank_0``, ``rank_1`` ... as ``torchfrtrace`` wants them."""
 _PREFIX = "rank_"
 _ENTRIES = "2000"
-_WRITES_S = 10.0
+_WRITES_S = 3.0
+_OLDER = {
+    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+}
 _LEVELS = (False, True, "detail")
 
 
@@ -24,9 +28,9 @@ class FlightRecorder:
     """The switches of torch that make a hang of collectives readable, behind one option.
 
     Before the process group is made, :meth:`prepare` sets what is not set already: the ring of the flight recorder
-    (``TORCH_FR_BUFFER_SIZE``, and ``TORCH_NCCL_TRACE_BUFFER_SIZE`` as torch called it before), its dump when NCCL runs
-    into a time-out (``TORCH_NCCL_DUMP_ON_TIMEOUT``) and where that goes (``TORCH_FR_DUMP_TEMP_FILE``,
-    ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE``), and ``TORCH_DISTRIBUTED_DEBUG``.
+    (``TORCH_FR_BUFFER_SIZE``; torch warns of its older name ``TORCH_NCCL_TRACE_BUFFER_SIZE``), its dump when NCCL runs
+    into a time-out (``TORCH_NCCL_DUMP_ON_TIMEOUT``), where that goes (``TORCH_FR_DUMP_TEMP_FILE``), and
+    ``TORCH_DISTRIBUTED_DEBUG``.
 
     Args:
         wanted: ``True``, or ``"detail"`` for ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, in which every collective is compared
@@ -59,13 +63,12 @@ class FlightRecorder:
         prefix = str(self.folder / _PREFIX)
         for name, value in {
             "TORCH_FR_BUFFER_SIZE": _ENTRIES,
-            "TORCH_NCCL_TRACE_BUFFER_SIZE": _ENTRIES,
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
             "TORCH_FR_DUMP_TEMP_FILE": prefix,
-            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
             "TORCH_DISTRIBUTED_DEBUG": "DETAIL" if self._wanted == "detail" else "INFO",
         }.items():
-            os.environ.setdefault(name, value)
+            if _OLDER.get(name, name) not in os.environ:
+                os.environ.setdefault(name, value)
         dist.set_debug_level_from_env()  # read once when torch is imported
 
     def use(self, log_folder: str | Path | None) -> None:
@@ -82,16 +85,24 @@ class FlightRecorder:
         """
         if self.folder is None:
             return
-        writer = threading.Thread(target=self._write, args=(self.folder, rank, standing), daemon=True)
-        writer.start()
-        writer.join(_WRITES_S)  # asks the device about collectives under way, which may be what hangs
+        # It asks the device about collectives under way, which may be what hangs; and stacks take seconds to name,
+        # so they come in a second writing, which the end of the job does not wait for.
+        written = threading.Event()
+        arguments = (self.folder, rank, standing, written)
+        threading.Thread(target=self._write, args=arguments, name="lightning-3d-flight-recorder", daemon=True).start()
+        written.wait(_WRITES_S)
 
-    def _write(self, folder: Path, rank: int, standing: str) -> None:
+    def _write(self, folder: Path, rank: int, standing: str, written: threading.Event) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"standing_{rank}.txt").write_text(standing)
-        content = _trace()
-        if content is not None:
-            (folder / f"{_PREFIX}{rank}").write_bytes(content)
+        target = folder / f"{_PREFIX}{rank}"
+        for with_stacks in (False, True):
+            content = _trace(with_stacks)
+            if content is not None:
+                partial = folder / f".{target.name}.partial"
+                partial.write_bytes(content)
+                partial.replace(target)
+            written.set()
 
     @property
     def hint(self) -> str:
@@ -101,10 +112,10 @@ class FlightRecorder:
         return f"\nwhat every rank has sent: {self.folder} (torchfrtrace --prefix {_PREFIX} {self.folder})"
 
 
-def _trace() -> bytes | None:
+def _trace(with_stacks: bool) -> bytes | None:
     """The ring of this process, pickled as torch's own tools read it."""
     module: Any = torch._C._distributed_c10d
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
         if (dump := getattr(module, name, None)) is not None:
-            return bytes(dump())
+            return bytes(dump(includeStackTraces=with_stacks))
     return None

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pickle
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.config import Sizes
@@ -97,21 +100,29 @@ class Hangs(Tokens):
         return loss
 
 
-def _train(mesh: Mesh) -> str:
+def _train(mesh: Mesh, folder: str) -> str:
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.suppress(BaseException):
-        trainer = make_trainer(mesh, {"hang_timeout_s": LIMIT_S}, max_steps=3)
+        options = {"hang_timeout_s": LIMIT_S, "debug_collectives": True}
+        trainer = make_trainer(mesh, options, max_steps=3, logger=CSVLogger(folder, name="", version="run"))
         trainer.fit(seeded(Hangs), loader(rows(24), 8, mesh))
     sys.stderr.flush()
     return said.getvalue()
 
 
-def test_a_hanging_step_ends_the_run_and_names_the_stage() -> None:
+def test_a_hanging_step_ends_the_run_and_names_the_stage(tmp_path: Path) -> None:
     start = time.monotonic()
-    text = "".join(on_ranks(_train, (2, 1, 1)))
+    text = "".join(on_ranks(_train, (2, 1, 1), str(tmp_path)))
     assert time.monotonic() - start < 40
     assert "rank 1 (pp1 dp0 tp0), stage 1, hangs: training batch, after 1 optimizer steps, pipeline action F1.0" in text
     assert "in training_step" in text
+    # With the flight recorder on, every rank has written down what it has sent, and where it stands.
+    dumps = tmp_path / "run" / "flight_recorder"
+    assert str(dumps) in text
+    for rank in range(2):
+        entries = pickle.loads((dumps / f"rank_{rank}").read_bytes())["entries"]
+        assert "gloo:broadcast" in {entry["profiling_name"] for entry in entries}
+    assert "in training_step" in (dumps / "standing_1.txt").read_text()
 
 
 def test_a_limit_that_is_no_time_is_refused() -> None:
