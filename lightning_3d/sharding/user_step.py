@@ -63,8 +63,9 @@ class UserStep:
 
         return call
 
-    def _read(self, op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        tensor: DTensor = args[0]
+    def _read(self, op_call: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        tensor = args[0]
+        assert isinstance(tensor, DTensor)
         if not self._in_closure and not all(placement.is_replicate() for placement in tensor.placements):
             tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-        return op(tensor.to_local())
+        return op_call(tensor.to_local())
