@@ -101,7 +101,7 @@ def test_leaks_come_first_and_memory_is_a_hint() -> None:
 def test_a_record_survives_a_kill_and_a_second_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(1, 2, 1)
     writer = Writer(tmp_path)
-    first = window(run, dict.fromkeys(range(2), {"forward": 0.9, "loader": 0.1}))
+    first = window(run, {rank: {"forward": 0.9, "loader": 0.1} for rank in range(2)})
     for entry in (run, first, dataclasses.replace(run, started=5.0), first):
         writer.write(entry)
     with writer.path.open("a") as file:
