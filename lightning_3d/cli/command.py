@@ -40,8 +40,12 @@ READER_LEFT = 128 + 13
 CHOSEN_BY_TRAINER = ("last", "best", "hpc")
 """Values of ``--ckpt_path`` that are no paths."""
 
+GIVEN_BY_TRAINER = {"accelerator", "parallel_devices", "precision_plugin"}
+"""Parameters of the strategy that the Trainer fills from options of its own; its help does not offer them."""
+
 STRATEGY = "lightning_3d.ThreeDStrategy"
 PROG = "lightning-3d"
+_HELP = "--trainer.strategy.help"
 
 
 def calibrate(args: list[str]) -> int:
@@ -125,6 +129,13 @@ class Parser(LightningArgumentParser):
     """A parser whose help lists the options of the strategy, and whose errors name the nearest option."""
 
     @override
+    def add_lr_scheduler_args(self, *args: Any, nested_key: str = "lr_scheduler", **kwargs: Any) -> None:
+        """Add the options of a scheduler, under a heading that can be read: by default it names a tuple of classes."""
+        super().add_lr_scheduler_args(*args, nested_key=nested_key, **kwargs)
+        if self.groups and nested_key in self.groups:
+            self.groups[nested_key].title = "Base classes of all learning rate schedulers"
+
+    @override
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Return the help text, with a section for :class:`ThreeDStrategy` where a Trainer is configured."""
         text = super().format_help(*args, **kwargs)
@@ -136,7 +147,10 @@ class Parser(LightningArgumentParser):
             return text
         options = LightningArgumentParser(add_help=False, usage="", description="")
         options.add_class_arguments(
-            ThreeDStrategy, "trainer.strategy", help="Options of ThreeDStrategy, the default strategy"
+            ThreeDStrategy,
+            "trainer.strategy",
+            help="Options of ThreeDStrategy, the default strategy",
+            skip=GIVEN_BY_TRAINER,
         )
         return text + "\n" + options.format_help().strip().removeprefix("usage:").strip() + "\n"
 
@@ -274,13 +288,22 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         if given and given[0] in SUBCOMMANDS:
             return _run(SUBCOMMANDS[given[0]], given[1:])
-        CLI(None if args is None else given)
+        CLI(None if args is None and _HELP not in given else _help_of_strategy(given))
     except (ThreeDError, MisconfigurationException) as error:
         if _debug():
             raise
         sys.stderr.write(f"error: {error}\n")
         return BAD_INPUT
     return SUCCESS
+
+
+def _help_of_strategy(words: Sequence[str]) -> list[str]:
+    """``--trainer.strategy.help`` without a class is about ours; the parser would show what all strategies have."""
+    after = [*words[1:], "--"]
+    return [
+        f"{word}={STRATEGY}" if word == _HELP and following.startswith("-") else word
+        for word, following in zip(words, after, strict=True)
+    ]
 
 
 def _run(run: Callable[[list[str]], int], args: list[str]) -> int:

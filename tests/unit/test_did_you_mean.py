@@ -6,6 +6,7 @@ from argparse import ArgumentParser
 
 import pytest
 
+from lightning_3d.cli.command import _help_of_strategy
 from lightning_3d.cli.did_you_mean import children_of, explain, keys_of, options_of, unknown_part
 
 KNOWN = {"trainer.max_steps", "trainer.max_epochs", "model", "data", "seed_everything"}
@@ -34,6 +35,14 @@ def test_keys_of_subcommands_are_known() -> None:
 )
 def test_a_key_is_split_at_its_first_unknown_part(key: str, parts: tuple[str, str]) -> None:
     assert unknown_part(key, KNOWN) == parts
+
+
+def test_help_about_the_strategy_is_about_the_one_of_this_command() -> None:
+    ours = "--trainer.strategy.help=lightning_3d.ThreeDStrategy"
+    assert _help_of_strategy(["fit", "--trainer.strategy.help"]) == ["fit", ours]
+    assert _help_of_strategy(["fit", "--trainer.strategy.help", "--x=1"]) == ["fit", ours, "--x=1"]
+    named = ["fit", "--trainer.strategy.help", "DDPStrategy"]
+    assert _help_of_strategy(named) == named
 
 
 def test_children_are_the_next_parts() -> None:
