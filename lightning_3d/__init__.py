@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_3d.errors import CheckpointError, ConfigError, PlanError, StageError, ThreeDError
 from lightning_3d.lr_scaling import BatchScaledLR
 from lightning_3d.monitor.monitor import ThreeDMonitor
+from lightning_3d.monitor.prometheus import ThreeDPrometheus
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.strategy import ThreeDStrategy
 from lightning_3d.trainer.layout import Layout
@@ -24,6 +25,7 @@ __all__ = [
     "ThreeDError",
     "ThreeDMonitor",
     "ThreeDPrecision",
+    "ThreeDPrometheus",
     "ThreeDStrategy",
 ]
 __version__ = "0.1.0"

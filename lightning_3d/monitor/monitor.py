@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import resource
-import sys
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -21,8 +17,10 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.events import EventSource, StepEvents
 from lightning_3d.mesh import Mesh
 from lightning_3d.monitor.clocks import clock_offsets
+from lightning_3d.monitor.devices import peak_flops, peak_memory
 from lightning_3d.monitor.diagnosis import Diagnosis
 from lightning_3d.monitor.figures import Figures, figures, figures_of_ranks, utilisation
+from lightning_3d.monitor.gradient_norms import GradientNorms
 from lightning_3d.monitor.leaks import memory_in_use
 from lightning_3d.monitor.model_flops import ModelFlops, count_model
 from lightning_3d.monitor.own_time import summarize
@@ -30,7 +28,6 @@ from lightning_3d.monitor.step_picture import RankStep, draw_step, step_trace
 from lightning_3d.monitor.tags import scalars
 from lightning_3d.monitor.tensorboard import TensorBoardPages
 from lightning_3d.pictures import svg
-from lightning_3d.planner.gpus import gpu
 
 _PICTURED = 3
 """Steps that a rank keeps for a picture: devices may know the times of one more or less than others."""
@@ -80,8 +77,7 @@ class ThreeDMonitor(Callback):
         self._flops: ModelFlops | None = None
         self._folder: Path | None = None
         self._offsets: list[float] = [0.0]
-        self._norms: deque[tuple[int, Tensor, Any]] = deque()
-        """Norms of gradients on their way from the device: for which step, where, and an event after them."""
+        self._norms = GradientNorms()
         self._seen = self._known = self._skipped = 0
         self._next_picture = 0
 
@@ -89,7 +85,7 @@ class ThreeDMonitor(Callback):
 
     def before_layout(self, module: nn.Module, mesh: Mesh) -> None:
         """While the model is whole: count its operations, where they will be wanted."""
-        if mesh.rank == 0 and self._peak_flops(mesh) is not None:
+        if mesh.rank == 0 and peak_flops(mesh.device, self.peak_tflops) is not None:
             self._flops = count_model(module)
 
     @override
@@ -151,12 +147,7 @@ class ThreeDMonitor(Callback):
         """Take the norm of the gradient in the last step of a window. Collective there."""
         every = self._every(trainer)
         if self._seen % every >= every - trainer.accumulate_grad_batches:
-            norm: Tensor = trainer.strategy.gradient_norm()  # type: ignore[attr-defined]
-            arrives = torch.cuda.Event() if norm.is_cuda else None
-            step = trainer.fit_loop.epoch_loop._batches_that_stepped
-            self._norms.append((step, norm.to("cpu", non_blocking=True), arrives))
-            if arrives is not None:
-                arrives.record()
+            self._norms.take(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     @override
     def on_train_batch_end(
@@ -179,7 +170,9 @@ class ThreeDMonitor(Callback):
     def _close(self, trainer: Trainer, batch: Any) -> None:
         mesh = _mesh(trainer)
         steps, self._steps[:] = list(self._steps), []
-        window = summarize(mesh.rank, steps, {"memory": memory_in_use(mesh.device), "memory_peak": _peak_memory(mesh)})
+        window = summarize(
+            mesh.rank, steps, {"memory": memory_in_use(mesh.device), "memory_peak": peak_memory(mesh.device)}
+        )
         found = figures(figures_of_ranks(window, mesh.control_world), mesh.sizes, self.tokens_per_sample)
         if found is not None:
             self.figures = found
@@ -201,26 +194,14 @@ class ThreeDMonitor(Callback):
 
     def _log_norms(self, trainer: Trainer) -> None:
         """Log the norms that have arrived."""
-        while self._norms and (self._norms[0][2] is None or self._norms[0][2].query()):
-            step, norm, _ = self._norms.popleft()
+        for step, norm in self._norms.arrived():
             if trainer.is_global_zero:
-                self._log(trainer, {"training/gradient_norm": float(norm)}, step)
+                self._log(trainer, {"training/gradient_norm": norm}, step)
 
     def _utilisation(self, found: Figures, mesh: Mesh, batch: Any) -> float | None:
-        peak = self._peak_flops(mesh)
+        peak = peak_flops(mesh.device, self.peak_tflops)
         flops = self._flops.per_sample(batch) if self._flops is not None else None
         return None if peak is None or flops is None else utilisation(found, flops, peak)
-
-    def _peak_flops(self, mesh: Mesh) -> float | None:
-        """Of one device, per second; ``None`` where nobody knows it."""
-        if self.peak_tflops is not None:
-            return self.peak_tflops * 1e12
-        if mesh.device.type != "cuda":
-            return None
-        try:
-            return gpu(torch.cuda.get_device_name(mesh.device)).tflops * 1e12
-        except ConfigError:
-            return None
 
     def _training(self, trainer: Trainer) -> dict[str, float]:
         """What becomes of the model."""
@@ -275,11 +256,3 @@ def _mesh(trainer: Trainer) -> Mesh:
     mesh = trainer.strategy.topology  # type: ignore[attr-defined]
     assert isinstance(mesh, Mesh)
     return mesh
-
-
-def _peak_memory(mesh: Mesh) -> int:
-    """Bytes: most that the allocator of the device has given out, or that the process had resident on a CPU."""
-    if mesh.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(mesh.device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

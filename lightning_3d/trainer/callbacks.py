@@ -15,6 +15,7 @@ from lightning_3d.checkpoint import ModelState
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
 from lightning_3d.monitor.monitor import ThreeDMonitor
+from lightning_3d.monitor.prometheus import ThreeDPrometheus
 from lightning_3d.trainer.averaging import Averaging
 from lightning_3d.trainer.batches import BatchLedger
 from lightning_3d.trainer.data_assignment import DataAssignment
@@ -23,6 +24,7 @@ from lightning_3d.trainer.last_checkpoint import ExceptionCheckpoints
 from lightning_3d.trainer.loggers import Graphs, agree_on_versions
 from lightning_3d.trainer.measuring_callbacks import RateSearch, serve_throughput
 from lightning_3d.trainer.model_summary import Summaries
+from lightning_3d.trainer.notices import Notices
 
 
 class ServedCallbacks:
@@ -36,6 +38,7 @@ class ServedCallbacks:
         self._last_checkpoints = ExceptionCheckpoints()
         self._summaries = Summaries()
         self._graphs = Graphs()
+        self._notices = Notices()
 
     def before_setup(self, module: pl.LightningModule | None, mesh: Mesh, guard: FailureGuard) -> None:
         """Before the ``setup`` hook of the callbacks of the Trainer that ``module`` belongs to.
@@ -53,7 +56,7 @@ class ServedCallbacks:
     def before_layout(self, trainer: pl.Trainer, module: pl.LightningModule, mesh: Mesh, whole: bool) -> None:
         """Before ``module`` is laid out, unless an earlier Trainer has done so: it is not ``whole`` then."""
         for item in _of(trainer):
-            if isinstance(item, ThreeDMonitor) and whole:
+            if isinstance(item, (ThreeDMonitor, ThreeDPrometheus)) and whole:
                 item.before_layout(module, mesh)
         if mesh.world.size == 1:
             return
@@ -70,6 +73,7 @@ class ServedCallbacks:
         ledger: BatchLedger,
     ) -> None:
         """Begin, once ``module`` is laid out; ``state`` gives the rank's view of it."""
+        self._notices.install(mesh)
         self._finetuning.install(_of(trainer))
         self._assignment.install()
         self._rate_search.install(_of(trainer), mesh, ledger)
@@ -85,6 +89,7 @@ class ServedCallbacks:
         self._last_checkpoints.remove()
         self._summaries.remove()
         self._graphs.remove()
+        self._notices.remove()
 
 
 def _of(trainer: pl.Trainer) -> Sequence[pl.Callback]:
