@@ -25,29 +25,37 @@ from lightning_3d.monitor.own_time import summarize
 from tests.harness import run_trainer
 
 TARGET = 1.01
-_STRETCH = 4
+_STRETCH = 3
 """Steps of a turn; one more before it is not measured, in which the steps change over."""
 _TIME_LIMIT_S = 600.0
 
 
 @dataclass
+class Measured:
+    """What one rank measured, by round: while nobody listens, and while somebody does."""
+
+    wall: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    """Seconds per step."""
+    cpu: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    """Seconds of processor time per step, which a busy machine blurs less."""
+    spans: int = 0
+    """Of the last step that was heard of."""
+    span_s: float = 0.0
+    """Seconds that a span costs by itself."""
+
+
 class Alternate(Callback):
     """Listens in every other stretch, and times all of them."""
 
-    rounds: int
-    times: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
-    """Seconds per step of every round: while nobody listens, and while somebody does."""
-    cpu: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
-    """The same of processor time of this rank, which a busy machine blurs less."""
-    spans: int = 0
-    """Of the last step that was heard of."""
-    _done: int = -2 * (_STRETCH + 1)
-    _began: float = 0.0
-    _began_cpu: float = 0.0
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+        self.measured = Measured()
+        self._done = -2 * (_STRETCH + 1)
+        self._began = self._began_cpu = 0.0
 
     def _listen(self, step: StepEvents) -> None:
         summarize(0, [step])
-        self.spans = len(step.events)
+        self.measured.spans = len(step.events)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -57,8 +65,8 @@ class Alternate(Callback):
         turn, place = divmod(self._done, _STRETCH + 1)
         if place == 0:
             if turn > 0:
-                self.times[(turn - 1) % 2].append((time.perf_counter() - self._began) / _STRETCH)
-                self.cpu[(turn - 1) % 2].append((time.process_time() - self._began_cpu) / _STRETCH)
+                self.measured.wall[(turn - 1) % 2].append((time.perf_counter() - self._began) / _STRETCH)
+                self.measured.cpu[(turn - 1) % 2].append((time.process_time() - self._began_cpu) / _STRETCH)
             (events.listen if turn % 2 else events.unlisten)(self._listen)
         elif place == 1:
             self._began, self._began_cpu = time.perf_counter(), time.process_time()
@@ -66,8 +74,8 @@ class Alternate(Callback):
             trainer.should_stop = True
 
 
-def race(rank: int, world: int, rounds: int, pp: int, tp: int) -> tuple[Alternate, float]:
-    """One rank's part: what it measured, and seconds per span."""
+def race(rank: int, world: int, rounds: int, pp: int, tp: int) -> Measured:
+    """One rank's part."""
     shape = Shape()
     alternate = Alternate(rounds)
     trainer = Trainer(
@@ -82,14 +90,15 @@ def race(rank: int, world: int, rounds: int, pp: int, tp: int) -> tuple[Alternat
         callbacks=[alternate],
     )
     trainer.fit(shape.module(), shape.loader(shape.batch))
-    return alternate, span_cost()
+    alternate.measured.span_s = span_cost()
+    return alternate.measured
 
 
 def span_cost(number: int = 20_000) -> float:
-    """Seconds that one span costs, with its part of the end of the step."""
+    """Seconds of processor time that one span costs, with its part of the end of the step."""
     events = EventSource()
     events.listen(lambda step: None)
-    start = time.perf_counter()
+    start = time.process_time()
     for step in range(number // 200):
         events.begin_step(step)
         events.count(1, 1, 1)
@@ -97,7 +106,7 @@ def span_cost(number: int = 20_000) -> float:
             with events.span(Phase.TP, 0, index, "all_reduce", 1024):
                 pass
     events.flush()
-    return (time.perf_counter() - start) / number
+    return (time.process_time() - start) / number
 
 
 def main() -> None:
@@ -109,10 +118,10 @@ def main() -> None:
     given = parser.parse_args()
     with contextlib.redirect_stdout(io.StringIO()):
         told = run_trainer(given.pp * given.tp, race, given.rounds, given.pp, given.tp, timeout=_TIME_LIMIT_S)
-    mine, cost = told[0]
-    (quiet, heard), spans = mine.times, mine.spans
+    mine = told[0]
+    (quiet, heard), spans, cost = mine.wall, mine.spans, mine.span_s
     ratios = sorted(on / off for off, on in zip(quiet, heard, strict=True))
-    by_rank = [[sum(times) for times in zip(*(one.cpu[turn] for one, _ in told), strict=True)] for turn in (0, 1)]
+    by_rank = [[sum(times) for times in zip(*(one.cpu[turn] for one in told), strict=True)] for turn in (0, 1)]
     cpu = sorted(on / off for off, on in zip(*by_rank, strict=True))
     step = statistics.median(quiet)
     print(
