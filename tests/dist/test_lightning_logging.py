@@ -201,11 +201,13 @@ def write_logs(mesh: Mesh | None, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("mesh", [(2, 2, 2)], ids=str)
-def test_a_run_has_one_log_and_one_progress_bar(mesh: Mesh, tmp_path: Path) -> None:
+def test_c66_a_run_has_one_log_and_one_progress_bar(mesh: Mesh, tmp_path: Path) -> None:
     one, many = tmp_path / "one", tmp_path / "many"
     calls, log_dir, *bars = write_logs(None, str(one))
     results = on_ranks(write_logs, mesh, str(many))
     assert results[0][0] == calls
+    steps = [step for step, _ in calls]
+    assert steps == sorted(steps)
     assert results[0][2:] == tuple(bars)
     assert min(bars) > 0
     for got_calls, got_dir, *got_bars in results[1:]:
