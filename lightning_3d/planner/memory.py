@@ -75,8 +75,9 @@ def state_bytes(precision: str, zero_stage: int, reduce_bytes: int) -> StateByte
     return StateBytes(
         parameters=0 if zero_stage == 3 else weights,
         # The float32 shard of the optimizer is all that FSDP keeps; with 16-bit gradients (DeepSpeed) there is a
-        # 16-bit shard beside it.
-        parameters_shared=weights if zero_stage == 3 and (true is not None or reduce_bytes == 2) else 0,
+        # 16-bit shard beside it. In a true precision the shard is what the optimizer steps on, beside the whole copy
+        # that ZeRO-1 and ZeRO-2 compute with.
+        parameters_shared=weights if (true and zero_stage) or (zero_stage == 3 and reduce_bytes == 2) else 0,
         gradients=0 if zero_stage >= 2 else gradients,
         gradients_shared=gradients if zero_stage >= 2 else 0,
         optimizer=0 if zero_stage else states,
@@ -160,7 +161,7 @@ def stage_memory(shape: ModelShape, layout: Layout) -> tuple[StageMemory, ...]:
     tokens = shape.seq_len / layout.context_parallel * layout.micro_batch_size
     # A pipeline that reduces once a step keeps whole gradients and parameters meanwhile.
     stage = layout.zero_stage if layout.communicates_each_micro_batch else min(layout.zero_stage, 1)
-    states = state_bytes(layout.precision, stage, layout.reduce_bytes)
+    states = state_bytes(layout.precision, stage if d > 1 else 0, layout.reduce_bytes)
     kept = _kept_per_layer(shape, layout) * element
     full = element * layer_activations(
         shape, layout.micro_batch_size, t, layout.sequence_parallel, None, layout.flash_attention,
