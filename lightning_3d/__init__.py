@@ -9,6 +9,7 @@ from lightning_3d.errors import CheckpointError, ConfigError, PlanError, StageEr
 from lightning_3d.lr_scaling import BatchScaledLR
 from lightning_3d.monitor.monitor import ThreeDMonitor
 from lightning_3d.monitor.prometheus import ThreeDPrometheus
+from lightning_3d.monitor.ranges import NVTXRanges, ThreeDProfiler
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.strategy import ThreeDStrategy
 from lightning_3d.trainer.layout import Layout
@@ -19,12 +20,14 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Layout",
+    "NVTXRanges",
     "PlanError",
     "RunReport",
     "StageError",
     "ThreeDError",
     "ThreeDMonitor",
     "ThreeDPrecision",
+    "ThreeDProfiler",
     "ThreeDPrometheus",
     "ThreeDStrategy",
 ]

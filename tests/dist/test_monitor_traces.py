@@ -12,9 +12,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_3d import ThreeDMonitor, ThreeDStrategy
+from lightning_3d import ThreeDMonitor, ThreeDProfiler, ThreeDStrategy
 from lightning_3d.cli.command import main
-from lightning_3d.monitor.ranges import ThreeDProfiler
 from tests.harness import run_trainer
 
 
