@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from lightning_3d.monitor.tags import scalars
 from lightning_3d.monitor.tensorboard import TensorBoardPages
 from lightning_3d.pictures import svg
 
+_WINDOW = 100
+"""Steps at most that a point is the mean of: all that a rank did in them is kept until then."""
 _PICTURED = 3
 """Steps that a rank keeps for a picture: devices may know the times of one more or less than others."""
 
@@ -42,7 +45,8 @@ class ThreeDMonitor(Callback):
     ``monitor/step_*.svg`` and ``.trace.json`` (for https://ui.perfetto.dev) in the log folder.
 
     Args:
-        every_n_steps: Batches between points; by default the Trainer's ``log_every_n_steps``.
+        every_n_steps: Batches between points; by default the Trainer's ``log_every_n_steps``. A point is the mean over
+            them, over the last 100 at most.
         tokens_per_sample: Counts tokens where batches hold no ids of samples x positions, or not only tokens.
         peak_tflops: Dense peak of a device for the model-FLOPs utilisation, TFLOP/s; by default that of 16-bit products
             on known GPUs. On unknown devices nothing is logged.
@@ -71,7 +75,7 @@ class ThreeDMonitor(Callback):
         self.diagnosis = Diagnosis() if diagnose else None
         self.figures: Figures | None = None
         """Those of the last window, on every rank."""
-        self._steps: list[StepEvents] = []
+        self._steps: deque[StepEvents] = deque(maxlen=_WINDOW)
         self._for_picture: list[tuple[int, StepEvents]] = []
         self._pages: list[TensorBoardPages] = []
         self._flops: ModelFlops | None = None
@@ -146,7 +150,7 @@ class ThreeDMonitor(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Take the norm of the gradient in the last step of a window. Collective there."""
         every = self._every(trainer)
-        if self._seen % every >= every - trainer.accumulate_grad_batches:
+        if every and self._seen % every >= every - trainer.accumulate_grad_batches:
             self._norms.take(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     @override
@@ -158,18 +162,21 @@ class ThreeDMonitor(Callback):
             self.diagnosis.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._seen += 1
         self._skipped += bool(getattr(trainer.precision_plugin, "step_skipped", False))
-        if self._seen % self._every(trainer) == 0:
+        every = self._every(trainer)
+        if every and self._seen % every == 0:
             self._close(trainer, batch)
         self._log_norms(trainer)
         if self.picture_every_n_steps and self._seen >= self._next_picture and self._draw(trainer):
             self._next_picture = self._seen + self.picture_every_n_steps
 
     def _every(self, trainer: Trainer) -> int:
-        return max(1, self.every_n_steps or trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        """Batches between points; 0 where the Trainer logs nothing."""
+        return int(self.every_n_steps or trainer.log_every_n_steps)  # type: ignore[attr-defined]
 
     def _close(self, trainer: Trainer, batch: Any) -> None:
         mesh = _mesh(trainer)
-        steps, self._steps[:] = list(self._steps), []
+        steps = list(self._steps)
+        self._steps.clear()
         window = summarize(
             mesh.rank, steps, {"memory": memory_in_use(mesh.device), "memory_peak": peak_memory(mesh.device)}
         )
