@@ -8,6 +8,7 @@ Python holds, by type, shape and holder, and Python's other objects by type; and
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -34,7 +35,8 @@ LEAST_PROCESS = 8 << 20
 """Bytes that a process must gain in a window: malloc and the page tables breathe."""
 _LEAST_OF_ALL = 0.002
 _SHOWN = 5
-_HOLDERS = 4
+_HOLDERS = 16
+_NO_HOLDERS = (types.FrameType, types.CellType, types.FunctionType, types.MethodType, types.GeneratorType, type)
 _FEWEST_OBJECTS = 100
 
 
@@ -134,7 +136,8 @@ def take_census(device: torch.device, before: Census | None = None) -> Census:
         own = {id(alive), id(newest)}
         for what in list(newest):
             if census.counts[what] > before.counts[what]:
-                census.where[what] = held_by(newest[what], own)
+                with contextlib.suppress(Exception):  # objects of users may refuse to be looked at
+                    census.where[what] = held_by(newest[what], own)
     del alive
     _add_device_history(census, device)
     _add_tracemalloc(census)
@@ -149,28 +152,29 @@ def held_by(thing: object, ours: set[int]) -> str:
         ours: ``id`` of containers of this module's own.
     """
     seen = {id(thing), *ours}
-    border: deque[tuple[object, str]] = deque([(thing, "")])
-    for _ in range(_HOLDERS * 4):
+    border: deque[tuple[object, str, str | None]] = deque([(thing, "", None)])  # with the key in a dict just passed
+    for _ in range(_HOLDERS):
         if not border:
             return ""
-        held, path = border.popleft()
+        held, path, key = border.popleft()
+        through = "" if key is None else f"dict[{key!r}] of "
         for holder in gc.get_referrers(held):
-            if id(holder) in seen or isinstance(holder, (types.FrameType, types.CellType)):
+            if id(holder) in seen or isinstance(holder, _NO_HOLDERS):
                 continue
             seen.add(id(holder))
             if isinstance(holder, dict):
-                key = next((key for key, value in holder.items() if value is held and isinstance(key, str)), None)
-                module = holder.get("__name__") if "__spec__" in holder else None
-                if module is not None and key is not None:
-                    return f"{path}{module}.{key}"
-                border.append((holder, f"{path}dict in " if key is None else f"{path}{key} of "))
+                name = next((name for name, value in holder.items() if value is held), None)
+                if "__spec__" in holder and isinstance(name, str):
+                    return f"{path}{through}{holder['__name__']}.{name}"
+                border.append((holder, path + through, str(name)))
             elif isinstance(holder, (list, tuple, set, deque)):
-                border.append((holder, f"{path}{type(holder).__name__} of {len(holder)} in "))
-            elif not isinstance(holder, (types.FunctionType, types.MethodType, types.GeneratorType, type)):
-                names = getattr(holder, "__dict__", {})
+                border.append((holder, f"{path}{through}{type(holder).__name__} of {len(holder)} in ", None))
+            else:
+                owner, names = type(holder).__qualname__, getattr(holder, "__dict__", {})
+                if names is held:
+                    return f"{path}{owner}.{key}"
                 name = next((name for name, value in names.items() if value is held), None)
-                owner = type(holder).__qualname__
-                return f"{path}{owner}.{name}" if name else f"{path}{owner}".replace(" of " + owner, f" of {owner}")
+                return f"{path}{through}{owner}" + (f".{name}" if name else "")
     return ""
 
 
