@@ -139,11 +139,15 @@ class Allocations:
             peaks[skipped] = total
         return list(zip(self.moments, peaks, strict=True))
 
-    def peak(self, first: int, phases: frozenset[str] | None = None, outside: bool = False) -> Peak:
-        """The fullest moment from moment ``first`` on; only in those phases, or outside of them."""
+    def peak(
+        self, first: int, phases: frozenset[str] | None = None, outside: bool = False, last: int | None = None
+    ) -> Peak:
+        """The fullest moment from moment ``first`` on, to ``last``; only in those phases, or outside of them."""
         best, place, total = -1, 0, 0
         for index, (moment, _, delta) in enumerate(self._events):
             total += delta
+            if last is not None and moment > last:
+                break
             if moment < first or (phases is not None and (self.moments[moment].phase in phases) is outside):
                 continue
             if total > best:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import time
 import warnings
@@ -73,6 +74,7 @@ def in_forks(works: Sequence[Callable[[], Result]], at_once: int, limit_s: float
 
 def _answer(work: Callable[[], object], sender: Connection) -> None:
     torch.set_num_threads(1)  # pools of threads are not copied by a fork
+    gc.freeze()  # what was inherited need not be searched again and again, nor its pages copied
     answer: object
     try:
         answer = work()

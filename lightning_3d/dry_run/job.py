@@ -11,9 +11,10 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_3d.config import ParallelConfig, Sizes, micro_batch_count
+from lightning_3d.dry_run.extension import MARGIN, ShortStep, extended, with_batch
 from lightning_3d.dry_run.forks import in_forks
 from lightning_3d.dry_run.rank import Batch, Rank
-from lightning_3d.dry_run.record import Record, UnlikeError, between, record_of
+from lightning_3d.dry_run.record import Record, UnlikeError, between, gradients_sent, record_of, turns
 from lightning_3d.dry_run.report import DryRun, StageReport
 from lightning_3d.dry_run.survey import Survey, survey
 from lightning_3d.dry_run.world import standing_in
@@ -135,38 +136,58 @@ def dry_run(job: Job, stages: Sequence[int] | None = None, rank: int | None = No
 def _run(
     job: Job, config: ParallelConfig, blueprint: Blueprint, found: Survey, pieces: _Pieces, rank: int
 ) -> tuple[Record, StageReport]:
-    """In a fork: lay out one rank and run two of its steps, the first of which makes the optimizer's state."""
-    run = _enough(config, job.sizes, pieces, coordinates(rank, job.sizes)[0])
+    """In a fork: lay out one rank and run steps of it, the first of which makes the optimizer's state."""
     with standing_in(job.sizes, rank) as mesh:
         here = Rank(job.trainer, job.module, config, mesh, blueprint)
         here.make_optimizers()
         here.assembly.engine.know(found.links)
 
-        def step(count: int) -> None:
+        def step(count: int) -> Record:
             here.step(job.batch.of(min(count * pieces.size, job.batch.samples), here.memoryless))
+            return record_of(here.recorder, pieces.count, count)
 
-        step(1 if job.sizes.pp > 1 and pieces.even else run)
-        step(run)
+        if job.sizes.pp > 1 and pieces.even:
+            here.step(job.batch.of(pieces.size, here.memoryless))
+        else:
+            here.step(job.batch.of(job.batch.samples, here.memoryless))
         try:
-            record = record_of(here.recorder, pieces.count, run)
+            record = _whole(here, config, pieces, step)
         except UnlikeError:
-            step(pieces.count)
-            record = record_of(here.recorder, pieces.count, pieces.count)
+            here.run_as_it_is()
+            record = step(pieces.count)
         record = replace(record, reads=dict(here.memoryless.reads))
         return record, StageReport.of(here, record)
 
 
-def _enough(config: ParallelConfig, sizes: Sizes, pieces: _Pieces, stage: int) -> int:
+def _whole(here: Rank, config: ParallelConfig, pieces: _Pieces, step: Callable[[int], Record]) -> Record:
+    """The record of a step, of which no more is run than tells the rest."""
+    pp = here.mesh.pp
+    ahead = pp.size - 1 - pp.rank
+    if config.schedule == "1f1b" and pp.size > 1 and pieces.even and pieces.count > ahead + MARGIN:
+
+        def short(ahead: int) -> ShortStep:
+            here.run_ahead(ahead)
+            run, recorder = ahead + MARGIN, here.recorder
+            record, tail = step(run), turns(recorder, ahead, (MARGIN - 1, MARGIN - 2, MARGIN - 3))
+            return ShortStep(ahead, record, tail, recorder.batch_bytes // run, gradients_sent(recorder))
+
+        low = short(min(ahead, 1))
+        return extended(low, short(2) if ahead > 1 else None, ahead, pp.size)
+    run = _enough(config, here.mesh.sizes, pieces)
+    record = step(run)
+    batch = here.recorder.batch_bytes * (pieces.count - run) // run
+    return replace(record, pipeline=with_batch(record.pipeline, batch), outside=with_batch(record.outside, batch))
+
+
+def _enough(config: ParallelConfig, sizes: Sizes, pieces: _Pieces) -> int:
     """Micro-batches after which the rest of a step is more of the same."""
     if not pieces.even:
         return pieces.count
-    if config.schedule == "interleaved_1f1b":
-        enough = 2 * max(sizes.pp, 2) if pieces.count % sizes.pp == 0 else pieces.count
-    elif config.schedule == "1f1b" or sizes.pp == 1:
-        enough = sizes.pp - stage + 2
-    else:
-        enough = pieces.count
-    return min(pieces.count, max(enough, 4))
+    if sizes.pp == 1:
+        return min(pieces.count, MARGIN)
+    if config.schedule == "interleaved_1f1b" and pieces.count % sizes.pp == 0:
+        return min(pieces.count, 2 * sizes.pp)
+    return pieces.count
 
 
 @dataclass

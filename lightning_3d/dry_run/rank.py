@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_3d.config import ParallelConfig
+from lightning_3d.dry_run.extension import actions_ahead
 from lightning_3d.dry_run.memoryless import Memoryless
 from lightning_3d.dry_run.recorder import Recorder
 from lightning_3d.dry_run.unchecked import unchecked
@@ -106,16 +107,28 @@ class Rank:
         self._precision.connect(self.module, self.trainer.optimizers, [])
         self.recorder = Recorder(self.trainer, self.assembly, self.mesh)
 
+    def run_ahead(self, ahead: int) -> None:
+        """From here on run ``ahead`` forwards of 1F1B before the first backward, as a stage further down does."""
+        engine, pp = self.assembly.engine, self.mesh.pp
+        engine._actions = lambda count: actions_ahead(pp.rank, pp.size, ahead, count)  # type: ignore[method-assign]
+
+    def run_as_it_is(self) -> None:
+        """From here on run the schedule of this stage again."""
+        vars(self.assembly.engine).pop("_actions", None)
+
     def step(self, batch: Any) -> None:
         """One batch as Lightning runs it: the step, backward, clipping and the optimizers."""
         with self.memoryless, self.recorder.recording(batch):
             batch = self._precision.convert_input(batch)
+            self.recorder.batch(batch)
             kwargs = OrderedDict(batch=batch, batch_idx=0)
             loop = self.trainer.fit_loop.epoch_loop
             if self.module.automatic_optimization:
                 loop.automatic_optimization.run(self.trainer.optimizers[0], 0, kwargs)
             else:
                 loop.manual_optimization.run(kwargs)
+        engine = self.assembly.engine
+        engine._step = replace(engine._step, pieces=[])  # a batch of another size would be seen in the next step
 
 
 def _begin_training(trainer: pl.Trainer, module: pl.LightningModule) -> None:

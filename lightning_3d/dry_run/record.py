@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_3d.dry_run.allocations import KINDS, Peak
@@ -90,6 +90,30 @@ def record_of(recorder: Recorder, micro_batches: int, run: int) -> Record:
         timeline=tuple(timeline),
         micro_batches=micro_batches,
         micro_batches_run=run,
+    )
+
+
+def gradients_sent(recorder: Recorder) -> int:
+    """Bytes of gradients that micro-batch 1 of the step recorded last sends to the stage before."""
+    watch = recorder.watch
+    return sum(
+        message.num_bytes * count
+        for index, moment in enumerate(watch.allocations.moments)
+        if index >= recorder.first and (moment.phase, moment.micro_batch) == ("SB", 1)
+        for message, count in watch.traffic.get(index, {}).items()
+    )
+
+
+def turns(recorder: Recorder, ahead: int, micro_batches: Sequence[int]) -> tuple[Peak, ...]:
+    """The fullest moment of each of those backwards and of the forward before it, in the step recorded last."""
+    allocations = recorder.watch.allocations
+    places = {
+        (moment.phase, moment.micro_batch): index
+        for index, moment in enumerate(allocations.moments)
+        if index >= recorder.first
+    }
+    return tuple(
+        allocations.peak(places["F", number + ahead], PIPELINE, last=places["B", number]) for number in micro_batches
     )
 
 

@@ -33,6 +33,8 @@ class Recorder:
         self.watch = Watch(group_names(mesh))
         self.first = 0
         """Index of the moment in which the last step began."""
+        self.batch_bytes = 0
+        """Of the batch of the last step, as it was given and as it was converted."""
         steps = Steps(self.watch, self._label)
         assembly.engine.progress = steps
         trainer.strategy.progress = steps  # type: ignore[attr-defined]
@@ -48,11 +50,19 @@ class Recorder:
         self.first = len(allocations.moments)
         allocations.begin(Moment("start"))
         with self.watch.watching():
-            for leaf in pytree.tree_leaves(batch):
-                if isinstance(leaf, Tensor):
-                    allocations.see(leaf, "activations")
+            self.batch_bytes = 0
+            self.batch(batch)
             yield
         self._label()
+
+    def batch(self, batch: Any) -> None:
+        """The step holds ``batch``."""
+        allocations = self.watch.allocations
+        for leaf in pytree.tree_leaves(batch):
+            if isinstance(leaf, Tensor) and leaf.dim():
+                before = allocations.now
+                allocations.see(leaf, "activations")
+                self.batch_bytes += allocations.now - before
 
     def _label(self) -> None:
         """Say what memory is for, as far as it can be told from who holds it."""

@@ -6,18 +6,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_3d import ThreeDStrategy
 from lightning_3d.cli import main
 from lightning_3d.config import Sizes
+from lightning_3d.dry_run import Batch, Job, Record, dry_run, job
 from lightning_3d.dry_run.allocations import Allocations, Moment
 from lightning_3d.dry_run.memoryless import Memoryless
 from lightning_3d.dry_run.traffic import Message
 from lightning_3d.dry_run.watch import Watch
 from lightning_3d.dry_run.world import group_names, standing_in
 from lightning_3d.errors import ConfigError
+from lightning_3d.initialization import deferring
+from lightning_3d.models import GPT
 from lightning_3d.sharding import ZERO_RULES
 
 
@@ -140,9 +145,38 @@ def test_messages_and_arithmetic_are_those_of_the_formulas(
     flops = [stage["flops"] for stage in found["stages"]]
     assert flops == [blocks * block // 2, (blocks * block + 6 * width * vocab * tokens) // 2]
     stage = found["stages"][0]
-    assert stage["micro_batches"] == 8 and stage["micro_batches_run"] == 4
+    assert stage["micro_batches"] == 8 and stage["micro_batches_run"] == 5
     assert stage["peak_bytes"] == sum(stage["memory"].values())
     assert found["comparison"]["fits"] is True and len(found["comparison"]["estimated"]) == 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"activation_checkpointing": "full"}, pytest.param({"zero_stage": 3}, marks=pytest.mark.long)]
+)
+def test_short_steps_tell_whole_ones_to_the_byte(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """Four stages, ten micro-batches: of the first stage five and six are run, with one and two ahead, not three."""
+
+    def run() -> list[Record]:
+        with deferring(1, draws=False):
+            module = GPT(num_layers=4, width=32, num_heads=2, sequence_length=16, vocab_size=64)
+        strategy = ThreeDStrategy(pipeline_parallel=4, data_parallel=2, micro_batch_size=1, **options)
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=8, strategy=strategy, precision="bf16-mixed", max_steps=2, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        batch = Batch(torch.zeros(1, 17, dtype=torch.long), 10)
+        made = Job(trainer=trainer, module=module, sizes=Sizes(pp=4, dp=2, tp=1), batch=batch)
+        found = dry_run(made, stages=[0, 1, 3] if options.get("zero_stage") else [0, 3])
+        return [stage.record for stage in found.stages]
+
+    short = run()
+    monkeypatch.setattr(job, "_whole", lambda here, config, pieces, step: step(pieces.count))
+    whole = run()
+    assert short[0].micro_batches_run == 5
+    assert all(record.micro_batches_run == 10 for record in whole)
+    for some, every in zip(short, whole, strict=True):
+        assert some.pipeline.total == every.pipeline.total and some.outside.total == every.outside.total
+        assert some.work == every.work
 
 
 @pytest.mark.parametrize(
