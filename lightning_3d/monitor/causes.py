@@ -95,11 +95,13 @@ def _loader(figures: RunFigures) -> Iterator[Cause]:
     rank = max(readers, key=lambda reader: waits[reader])
     lost = waits[rank]
     one = next((slow for slow in figures.slow if slow.phase == "loader" and slow.place.rank == rank), None)
-    who = f"that of {figures.places[rank]}" if one is not None else "the slowest"
+    who = f"the data loader of {figures.places[rank]}" if one is not None else "data loaders"
+    if one is None and len(readers) > 1:
+        who = f"the slowest of {len(readers)} data loaders"
     yield Cause(
         kind="loader",
         lost=lost / figures.step_s,
-        figure=f"a batch waits {_ms(lost)} for data loaders ({who}, of {len(readers)})",
+        figure=f"a batch waits {_ms(lost)} for {who}",
         change=f"more num_workers, prefetch_factor, persistent_workers=True, or work done once instead of in every"
         f" epoch; without the waiting a batch takes {_ms(figures.step_s - lost)} instead of {_ms(figures.step_s)}",
         rank=rank if one is not None else None,
@@ -227,10 +229,10 @@ def _besides(figures: RunFigures) -> Iterator[Cause]:
     named = {one.place.rank for one in figures.slow}
     healthy = [values for rank, values in enumerate(figures.seconds) if rank not in named] or figures.seconds
     for phase, what, change in (
-        ("checkpoint", "saves of checkpoints", "async_save=True, or save less often"),
+        ("checkpoint", "the time for checkpoints", "async_save=True, or save less often"),
         (
             "other",
-            "code between the parts of a step (hooks, callbacks, logging, Python)",
+            "the time between the parts of a step (hooks, callbacks, logging, Python)",
             "fewer logged values, a larger log_every_n_steps, and Trainer(profiler='simple') to see which hook it is",
         ),
     ):
@@ -238,7 +240,7 @@ def _besides(figures: RunFigures) -> Iterator[Cause]:
         yield Cause(
             kind=phase,
             lost=lost / figures.step_s,
-            figure=f"{what} take {_ms(lost)} per batch",
+            figure=f"{what} is {_ms(lost)} per batch",
             change=f"{change}; without it a batch takes {_ms(figures.step_s - lost)}",
         )
 
