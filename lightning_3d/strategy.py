@@ -18,7 +18,7 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +33,6 @@ from lightning_3d.pipeline.compiling import Compiler
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.progress import Progress
 from lightning_3d.trainer.assembly import Assembly, assemble
-from lightning_3d.trainer.batches import BatchLedger
 from lightning_3d.trainer.callbacks import ServedCallbacks
 from lightning_3d.trainer.choice import has_choice, possible
 from lightning_3d.trainer.chooser import agree, choose_here
@@ -46,6 +45,7 @@ from lightning_3d.trainer.global_batch import tell_schedulers
 from lightning_3d.trainer.hook_logs import HookLogs
 from lightning_3d.trainer.launcher import make_launcher
 from lightning_3d.trainer.layout import Layout
+from lightning_3d.trainer.ledger import BatchLedger
 from lightning_3d.trainer.loaders import LoaderGate
 from lightning_3d.trainer.predictions import PredictionGate
 from lightning_3d.trainer.preemption import Preemption
@@ -306,16 +306,16 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
             self.check_before_launch,
         )
         if self.config.pipeline_parallel != "auto":
-            self._warn_of_bubble(self.config.pipeline_parallel)
+            self._tell_of_bubble(self.config.pipeline_parallel)
 
     def _where(self, local_rank: int) -> str:
         """Names a rank of this node with its place on the mesh."""
         sizes = self.config.sizes(self.num_nodes * self.num_processes, self.num_processes)
         return Where(self.node_rank * self.num_processes, sizes)(local_rank)
 
-    def _warn_of_bubble(self, stages: int) -> None:
+    def _tell_of_bubble(self, stages: int) -> None:
         if (count := self.config.num_micro_batches) and (message := bubble_warning(self.config, stages, count)):
-            rank_zero_warn(message)
+            rank_zero_info(message)
 
     def _chosen(self, trainer: pl.Trainer | None, data: Sequence[object]) -> ParallelConfig:
         """The options with sizes in the place of ``"auto"``; rank 0 prints why, the first time."""

@@ -10,12 +10,16 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_3d.errors import ConfigError
 
 ENV_PREFIX = "PL"
 """What names of environment variables for options begin with; LightningCLI's own."""
+
+OF_LIGHTNING = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "PL_DEEPSPEED_CONFIG_PATH")
+"""Variables that begin alike, and are Lightning's for other purposes."""
 
 _UNKNOWN = re.compile(r"(?:option '|[Oo]ption '|Key ['\"]|unrecognized arguments: --)(?P<key>[\w.]+)")
 _IN_CLASS = re.compile(
@@ -177,18 +181,34 @@ def check_strategy(name: str) -> None:
 def check_environment(parser: Any, commands: Iterable[str]) -> None:
     """Refuse environment variables that look like options of the command and are none, such as ``PL_FIT__TRANER``.
 
+    Names that begin alike and are near to no option may be somebody else's: of those a line is printed.
+
     Raises:
         ConfigError: with the nearest variable.
     """
-    keys = keys_of(parser)
+    known = {key.replace(".", "__").upper() for key in keys_of(parser)}
+    read_by_all = {f"{ENV_PREFIX}_{action.dest.upper()}" for action in parser._actions}
     for variable in sorted(os.environ):
-        command, separator, rest = variable.removeprefix(f"{ENV_PREFIX}_").partition("__")
-        if not variable.startswith(f"{ENV_PREFIX}_") or not separator or command.lower() not in commands:
+        if not variable.startswith(f"{ENV_PREFIX}_") or variable in (*OF_LIGHTNING, *read_by_all):
             continue
-        known = {key.replace(".", "__").upper() for key in keys}
-        if rest not in known:
-            nearest = suggest(rest, known, f"{ENV_PREFIX}_{command}__")
-            raise ConfigError(f"The environment variable {variable} is not an option of {command.lower()}.{nearest}")
+        rest = variable.removeprefix(f"{ENV_PREFIX}_")
+        command = next((name for name in commands if rest.startswith(f"{name.upper()}_")), None)
+        if command is not None:
+            _check_option(variable, command, rest, known)
+        elif "__" in rest or difflib.get_close_matches(rest, known, n=1, cutoff=0.8):
+            nearest = suggest(rest, known, f"{ENV_PREFIX}_FIT__")
+            raise ConfigError(
+                f"The environment variable {variable} does not name the command that is to read it.{nearest}"
+            )
+        else:
+            rank_zero_info(f"The environment variable {variable} is not an option, and nothing is read from it.")
+
+
+def _check_option(variable: str, command: str, rest: str, known: set[str]) -> None:
+    prefix = f"{command.upper()}__"
+    if not rest.startswith(prefix) or rest.removeprefix(prefix) not in known:
+        nearest = suggest(rest.removeprefix(command.upper()).lstrip("_"), known, f"{ENV_PREFIX}_{prefix}")
+        raise ConfigError(f"The environment variable {variable} is not an option of {command}.{nearest}")
 
 
 def options_of(class_path: str) -> list[str]:

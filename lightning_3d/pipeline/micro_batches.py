@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -23,7 +25,26 @@ class MicroBatch:
     data: Any
     """The same structure as the batch, with fewer samples."""
     size: int
-    """Samples in it; 0 for a piece that only keeps the replicas in step."""
+    """Samples in it; 0 for a piece that only keeps the replicas in step. Of several loaders: in its first part."""
+    others: int = 0
+    """Samples of the further loaders, where a batch holds a part from each of several."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of all loaders."""
+        return self.size + self.others
+
+
+PartPath = tuple[Any, ...]
+"""Keys and positions that lead from a batch to the part of one loader in it."""
+
+
+class Part(NamedTuple):
+    """What one of several loaders has given to a batch."""
+
+    path: PartPath
+    size: int
+    """Samples on this replica."""
 
 
 def batch_size_of(batch: Any) -> int:
@@ -71,6 +92,26 @@ def piece_sizes(batch_size: int, count: int, piece: int | None = None) -> list[i
     return [base + (i < more) for i in range(count)]
 
 
+def part_sizes(totals: Sequence[int], count: int) -> list[list[int]]:
+    """Sizes of ``count`` pieces of every part of a batch: in equal proportions where the totals allow it.
+
+    They do where their greatest common divisor is at least ``count``: 4 and 2 in two pieces are 2 + 2 and 1 + 1, and 3
+    and 2 are 2 + 1 and 1 + 1, in other proportions.
+    """
+    common = math.gcd(*totals)
+    if common < count:
+        return [piece_sizes(total, count) for total in totals]
+    return [[units * (total // common) for units in piece_sizes(common, count)] for total in totals]
+
+
+def in_proportion(sizes: Sequence[Sequence[int]]) -> bool:
+    """Whether every piece has the same share of each part: ``sizes`` as of :func:`part_sizes`."""
+    first = sizes[0]
+    return all(
+        own * sum(first) == other * sum(part) for part in sizes[1:] for own, other in zip(part, first, strict=True)
+    )
+
+
 def cut(
     batch: Any,
     sizes: Sequence[int],
@@ -100,12 +141,60 @@ def cut(
     if len(sizes) == 1:
         return [MicroBatch(0, batch, sizes[0])]
     total = batch_size_of(batch)
-    pieces, start = [], 0
-    for i, size in enumerate(sizes):
-        begin, stop = (start, start + size) if size else (0, 1)
-        pieces.append(MicroBatch(i, _take(batch, total, begin, stop), size))
-        start += size
+    return [
+        MicroBatch(i, _take(batch, total, begin, stop), size)
+        for i, (size, (begin, stop)) in enumerate(zip(sizes, _ranges(sizes), strict=True))
+    ]
+
+
+def cut_parts(batch: Any, parts: Sequence[Part], sizes: Sequence[Sequence[int]]) -> list[MicroBatch]:
+    """Cut a batch of several loaders, the part of each along its own dim 0: joined, the pieces are the batch.
+
+    Args:
+        batch: Dicts, lists and tuples, with the parts in them.
+        parts: Where they are.
+        sizes: Of every part, the samples of every piece.
+    """
+    pieces = []
+    ranges = [_ranges(own) for own in sizes]
+    for i in range(len(sizes[0])):
+        data = batch
+        for part, own in zip(parts, ranges, strict=True):
+            data = _with(data, part.path, _take(_at(batch, part.path), part.size, *own[i]))
+        pieces.append(MicroBatch(i, data, sizes[0][i], sum(own[i] for own in sizes[1:])))
     return pieces
+
+
+def find_parts(batch: Any, paths: Sequence[PartPath]) -> list[Part] | None:
+    """The parts at these places, with the samples they have by now; ``None`` if hooks have built another batch."""
+    try:
+        return [Part(path, batch_size_of(_at(batch, path))) for path in paths] or None
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def _at(batch: Any, path: PartPath) -> Any:
+    for key in path:
+        batch = batch[key]
+    return batch
+
+
+def _with(batch: Any, path: PartPath, part: Any) -> Any:
+    """A copy of the containers along the path, with another part at its end."""
+    if not path:
+        return part
+    changed = _with(batch[path[0]], path[1:], part)
+    if isinstance(batch, tuple):
+        items = [changed if i == path[0] else item for i, item in enumerate(batch)]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    whole = copy.copy(batch)
+    whole[path[0]] = changed
+    return whole
+
+
+def _ranges(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [(start, start + size) if size else (0, 1) for start, size in zip(starts, sizes, strict=True)]
 
 
 def _take(batch: Any, total: int, begin: int, stop: int) -> Any:
@@ -125,7 +214,7 @@ def loss_weights(
 ) -> list[float] | list[Tensor]:
     """What every micro-batch weighs: its samples, or the user's ``micro_batch_weight`` of it; a filler weighs 0."""
     if weigh is None:
-        return [float(piece.size) for piece in micro_batches]
+        return [float(piece.samples) for piece in micro_batches]
     weights = []
     for piece in micro_batches:
         weight = torch.as_tensor(weigh(piece.data), dtype=torch.float64, device=device)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import time
 import traceback
-import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -25,84 +23,16 @@ from lightning_3d.events import Phase
 from lightning_3d.mesh import Mesh, where
 from lightning_3d.pipeline.micro_batches import batch_size_of
 from lightning_3d.trainer.host_random import GeneratorStates, HostRandomState
+from lightning_3d.trainer.ledger import BatchFacts, BatchLedger
 from lightning_3d.trainer.messages import Channel
 from lightning_3d.trainer.sampler import ReplicaBatchSampler, index_sampler
 
 _BATCH, _END, _ERROR = range(3)
 _NEW, _SAME = range(2)
-_REMEMBERED = 8
 
 
 class ReaderError(ThreeDError):
     """The data loader of another rank failed; the message holds its traceback."""
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchFacts:
-    """What all ranks know about a batch."""
-
-    size: int
-    """Samples of this replica; of a filler, those of the batch that is repeated."""
-    global_size: int
-    """Samples over all replicas, fillers not counted."""
-    filler: bool = False
-    """Whether this replica has no batch left and only keeps the others company, with weight zero."""
-    indices: tuple[Any, ...] | None = None
-    """Dataset indices, when they are followed (predictions)."""
-
-    @property
-    def share(self) -> float:
-        """This replica's part of the samples."""
-        return 0.0 if self.filler else self.size / self.global_size
-
-
-_PARTLY_FILLED = (
-    "In a batch of several loaders, one of them has fewer samples left than there are replicas, so this replica repeats"
-    " samples that it has seen, and they count. Give that loader drop_last=True, or a length that divides."
-)
-
-
-class BatchLedger:
-    """Facts about the batches on their way from the loaders to the steps, found by the identity of the batch."""
-
-    def __init__(self, num_replicas: int = 1) -> None:
-        self.current = BatchFacts(1, num_replicas)
-        """Facts of the batch that was taken last."""
-        self._num_replicas = num_replicas
-        self._entries: deque[tuple[Any, BatchFacts]] = deque(maxlen=_REMEMBERED)
-
-    def record(self, batch: Any, facts: BatchFacts) -> None:
-        """Note down a batch that a loader is about to hand out."""
-        self._entries.append((batch, facts))
-
-    def take(self, batch: Any) -> BatchFacts:
-        """The facts of a batch which is about to be used; they become :attr:`current`."""
-        self.current = self.facts(batch)
-        return self.current
-
-    def facts(self, batch: Any) -> BatchFacts:
-        """The facts of a batch, or of the first of its parts that counts when several loaders are combined.
-
-        A batch that no loader here has made is taken to be one of as many equal ones as there are replicas.
-        """
-        if found := self._find(batch):
-            counting = [facts for facts in found if not facts.filler]
-            if counting and len(counting) < len(found):
-                warnings.warn(_PARTLY_FILLED, stacklevel=2)
-            return counting[0] if counting else found[0]
-        size = batch_size_of(batch)
-        return BatchFacts(size, size * self._num_replicas)
-
-    def _find(self, batch: Any, depth: int = 3) -> list[BatchFacts]:
-        for index in range(len(self._entries)):
-            entry, facts = self._entries[index]
-            if entry is batch:
-                del self._entries[index]  # an object that comes again (a constant batch) comes with new facts
-                return [facts]
-        if depth == 0 or not isinstance(batch, (Mapping, list, tuple)):
-            return []
-        parts = batch.values() if isinstance(batch, Mapping) else batch
-        return [facts for part in parts for facts in self._find(part, depth - 1)]
 
 
 class Resumable(Protocol):
@@ -380,7 +310,7 @@ class _Pass:
                 raise
             # A batch that does not pickle: nothing was sent yet, so the others still wait for a header.
             text = f"This batch cannot be handed to the other ranks of the replica.\n{traceback.format_exc()}"
-            self.shared._channel.exchange((text, None), (_ERROR, 0, 0, self.shared.mesh.rank, 0, 0, 0))
+            self.shared._channel.exchange((text, None), (_ERROR, 0, 0, self.shared.mesh.rank, 0, 0, 0, 0))
             raise ReaderError(text) from error
 
     def _read(self) -> tuple[int, Any]:
@@ -406,26 +336,28 @@ class _Pass:
     def _agree(self, status: int, content: Any, wish: int, microseconds: int) -> tuple[Any, tuple[int, ...]]:
         """Settle with the readers of the other replicas what this step is."""
         mesh = self.shared.mesh
-        size = batch_size_of(content[0]) if status == _BATCH else 0
-        rows = _gather_numbers((status, size, int(self._has_last or status == _BATCH), wish, microseconds), mesh)
+        held = self._has_last or status == _BATCH
+        size = batch_size_of(content[0] if status == _BATCH else self._last) if held else 0
+        rows = _gather_numbers((status, size, int(held), wish, microseconds), mesh)
         wish = min(row[3] for row in rows)  # all have set aside what reading may change
         slowest = max(row[4] for row in rows)
         failed = [replica for replica, row in enumerate(rows) if row[0] == _ERROR]
         if failed:
             text = broadcast_object(content, mesh.control_dp, failed[0])
-            return text, (_ERROR, 0, 0, mesh.control_dp.ranks[failed[0]], 0, 0, slowest)
+            return text, (_ERROR, 0, 0, mesh.control_dp.ranks[failed[0]], 0, 0, slowest, 0)
         if all(row[0] == _END for row in rows):
-            return None, (_END, 0, 0, 0, 0, 0, slowest)
-        global_size = sum(row[1] for row in rows)
+            return None, (_END, 0, 0, 0, 0, 0, slowest, 0)
+        global_size = sum(row[1] for row in rows if row[0] == _BATCH)
+        smallest = min(row[1] for row in rows if row[1])
         foreign: Any = None
         if not all(row[2] for row in rows):
             owner = next(replica for replica, row in enumerate(rows) if row[0] == _BATCH)
             foreign = broadcast_object(content, mesh.control_dp, owner)
         if status == _BATCH:
-            return content, (_BATCH, size, global_size, 0, _NEW, wish, slowest)
+            return content, (_BATCH, size, global_size, 0, _NEW, wish, slowest, smallest)
         if self._has_last:
-            return None, (_BATCH, batch_size_of(self._last), global_size, 1, _SAME, wish, slowest)
-        return (foreign[0], ()), (_BATCH, batch_size_of(foreign[0]), global_size, 1, _NEW, wish, slowest)
+            return None, (_BATCH, size, global_size, 1, _SAME, wish, slowest, smallest)
+        return (foreign[0], ()), (_BATCH, batch_size_of(foreign[0]), global_size, 1, _NEW, wish, slowest, smallest)
 
     def _deliver(self, content: Any, random: HostRandomState | None, notes: tuple[int, ...]) -> Any:
         status, size, global_size, extra, which = notes[:5]
@@ -447,7 +379,7 @@ class _Pass:
         self.num_batches += 1
         if self.shared._track:
             self.shared.batch_sampler.seen_batch_indices.append(list(indices or ()))
-        self.shared.ledger.record(batch, BatchFacts(size, global_size, filler, indices))
+        self.shared.ledger.record(batch, BatchFacts(size, global_size, filler, indices, smallest=notes[7]))
         return batch
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_3d.collectives import all_gather_object
 from lightning_3d.mesh import Mesh
-from lightning_3d.trainer.batches import BatchFacts, BatchLedger
+from lightning_3d.trainer.ledger import BatchFacts, BatchLedger
 from lightning_3d.trainer.logs import LogRelay
 from lightning_3d.trainer.mirror import StateMirror
 

@@ -19,7 +19,7 @@ from lightning_3d.collectives import all_gather, all_gather_object, all_reduce
 from lightning_3d.errors import StageError
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.foreign import refuse_foreign
-from lightning_3d.trainer.batches import BatchFacts
+from lightning_3d.trainer.ledger import BatchFacts
 from lightning_3d.trainer.metrics import States, StepStates
 
 

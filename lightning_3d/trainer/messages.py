@@ -20,7 +20,7 @@ from lightning_3d.placeholder import Placeholder
 
 _SMALL = 32 * 1024  # bytes; smaller tensors travel together in one buffer
 _ALIGNMENT = 16
-_NOTES = 7
+_NOTES = 8
 _KNOWN = 64  # structures that both ends remember
 
 
@@ -136,7 +136,7 @@ class Channel:
         names: Mapping[int, str] | None = None,
         named: Mapping[str, Any] | None = None,
     ) -> tuple[Any, tuple[int, ...]]:
-        """Send (at the source) or receive a value and up to seven whole numbers. Collective over the axis.
+        """Send (at the source) or receive a value and up to eight whole numbers. Collective over the axis.
 
         Args:
             value: What is sent; ignored at the receivers.

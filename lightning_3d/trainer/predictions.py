@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_3d.collectives import all_gather_object
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
-from lightning_3d.trainer.batches import BatchLedger
+from lightning_3d.trainer.ledger import BatchLedger
 from lightning_3d.trainer.outputs import combine
 from lightning_3d.trainer.sampler import ReplicaBatchSampler, ReplicaSampler, index_sampler, reads_everything
 

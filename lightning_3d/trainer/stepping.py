@@ -14,7 +14,7 @@ from lightning_3d.events import EventSource, Phase
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.progress import Progress
 from lightning_3d.sharding import global_norm
-from lightning_3d.trainer.batches import BatchFacts, BatchLedger
+from lightning_3d.trainer.ledger import BatchFacts, BatchLedger
 from lightning_3d.trainer.loaders import LoaderGate
 from lightning_3d.trainer.predictions import PredictionGate
 from lightning_3d.trainer.sanity import SanityChecks

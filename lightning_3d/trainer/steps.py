@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -21,13 +21,24 @@ from lightning_3d.events import Phase
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.engine import Step
 from lightning_3d.pipeline.foreign import refuse_foreign
-from lightning_3d.pipeline.micro_batches import MicroBatch, cut, loss_weights, piece_sizes, tokens_of
+from lightning_3d.pipeline.micro_batches import (
+    MicroBatch,
+    batch_size_of,
+    cut,
+    cut_parts,
+    find_parts,
+    in_proportion,
+    loss_weights,
+    part_sizes,
+    piece_sizes,
+    tokens_of,
+)
 from lightning_3d.pipeline.needs import Alone
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.random import mix_seed
 from lightning_3d.tensor_parallel import mixing_refused
 from lightning_3d.trainer.assembly import Assembly
-from lightning_3d.trainer.batches import BatchFacts, BatchLedger
+from lightning_3d.trainer.ledger import BatchFacts, BatchLedger
 from lightning_3d.trainer.logs import LogRelay
 from lightning_3d.trainer.mirror import StateMirror
 from lightning_3d.trainer.outputs import combine
@@ -70,6 +81,7 @@ class StepRunner:
         self._fresh: list[tuple[Tensor, Tensor | None]] | None = None
         self._in_engine = False
         self._looked_for_replaced = False
+        self._proportions_told = False
         check_steps(module, config, mesh.pp.size)
         if not module.automatic_optimization:
             assembly.sharding.allow_manual_use()
@@ -81,7 +93,7 @@ class StepRunner:
         """The user's ``training_step`` on a batch; with the engine, its backward too."""
         facts = self._ledger.current
         pieces = self._pieces(args[0], facts, training=True)
-        self._warn_of_bubble(len(pieces))
+        self._tell_of_bubble(len(pieces), facts)
         self._in_engine = self._mesh.pp.size > 1 or len(pieces) > 1
         self._count(facts, len(pieces), args[0])
         if self._mesh.world.size == 1 and not self._in_engine:
@@ -160,11 +172,20 @@ class StepRunner:
             parameter.grad = None
         return earlier
 
-    def _warn_of_bubble(self, num_pieces: int) -> None:
-        """Once, when the first batch has fewer samples than the pipeline could use; options were looked at before."""
+    def _tell_of_bubble(self, num_pieces: int, facts: BatchFacts) -> None:
+        """Once, when the first batch could be cut into more pieces than it is; options were looked at before."""
         expected, self._expected_pieces = self._expected_pieces, 0
-        if num_pieces < expected and (message := bubble_warning(self._config, self._mesh.pp.size, num_pieces)):
-            rank_zero_warn(message)
+        is_short = num_pieces < min(expected, self._common_size(facts))
+        if is_short and (message := bubble_warning(self._config, self._mesh.pp.size, num_pieces)):
+            rank_zero_info(message)
+
+    def _warn_of_proportions(self) -> None:
+        """Once, when a mean per loader comes out otherwise than in one process."""
+        weighs = getattr(self._module, "micro_batch_weight", None) is not None
+        if self._proportions_told or weighs or self._config.loss_reduction == "sum":
+            return
+        self._proportions_told = True
+        rank_zero_warn(_OTHER_PROPORTIONS)
 
     @property
     def _parameters(self) -> list[Tensor]:
@@ -244,14 +265,33 @@ class StepRunner:
     def _pieces(self, batch: Any, facts: BatchFacts, training: bool) -> list[MicroBatch]:
         """Cut the batch. Every replica makes as many pieces, whatever its own share of a ragged batch is."""
         stages = self._mesh.pp.size
+        if facts.is_uneven and training:
+            self._warn_of_proportions()
         if not training and stages == 1:
-            return [MicroBatch(0, batch, 0 if facts.filler else facts.size)]
-        common = max(1, -(-facts.global_size // self._mesh.dp.size))
-        count = micro_batch_count(self._config, stages, common)
-        size = self._config.micro_batch_size
-        sizes = piece_sizes(facts.size, count, size if size is not None and count * size >= facts.size else None)
-        pieces = cut(batch, sizes, getattr(self._module, "split_micro_batches", None))
+            return [_whole(batch, facts)]
+        count = micro_batch_count(self._config, stages, self._common_size(facts))
+        if facts.most_pieces is not None:
+            count = min(count, facts.most_pieces)
+        split_hook = getattr(self._module, "split_micro_batches", None)
+        if count == 1 and split_hook is None:
+            return [_whole(batch, facts)]
+        parts = find_parts(batch, [path for path, _ in facts.parts]) if split_hook is None else None
+        if parts is not None and len({part.size for part in parts}) > 1:
+            sizes = part_sizes([part.size for part in parts], count)
+            if training and not in_proportion(sizes):
+                self._warn_of_proportions()
+            pieces = cut_parts(batch, parts, sizes)
+        else:
+            total = batch_size_of(batch)  # now: hooks may have put more samples into the batch
+            size = self._config.micro_batch_size
+            sizes_of_all = piece_sizes(total, count, size if size is not None and count * size >= total else None)
+            pieces = cut(batch, sizes_of_all, split_hook)
         return [MicroBatch(piece.index, piece.data, 0) for piece in pieces] if facts.filler else pieces
+
+    def _common_size(self, facts: BatchFacts) -> int:
+        """Samples of a replica, the same number on all of them: the mean, rounded up."""
+        first = facts.parts[0][1] if facts.parts else facts  # of several loaders one may have run out here, not there
+        return max(1, -(-first.global_size // self._mesh.dp.size))
 
     def _weigh(
         self, pieces: Sequence[MicroBatch], facts: BatchFacts
@@ -267,9 +307,12 @@ class StepRunner:
         if self._config.loss_reduction == "sum":
             return weights, [float(replicas) if piece.size else 0.0 for piece in pieces]
         if weigh is None:
-            return weights, [float(w) * replicas / facts.global_size for w in weights]
-        total = all_reduce(torch.stack([torch.as_tensor(w) for w in weights]).sum(), self._mesh.dp)
-        return weights, [w * replicas / total for w in weights]
+            total = sum(piece.samples for piece in pieces)
+            if total != facts.samples and total:  # a hook has changed the batch, or a part of it repeats samples
+                weights = [float(w) * facts.samples / total for w in weights]
+            return weights, [float(w) * replicas / facts.global_samples for w in weights]
+        together = all_reduce(torch.stack([torch.as_tensor(w) for w in weights]).sum(), self._mesh.dp)
+        return weights, [w * replicas / together for w in weights]
 
     def _caller(
         self, mode: str, step_fn: Callable[..., Any], args: Sequence[Any], weights: Sequence[float | Tensor]
@@ -332,6 +375,18 @@ class StepRunner:
         loop = self._trainer._active_loop
         progress = getattr(getattr(loop, "epoch_loop", loop), "batch_progress", None)
         return progress.total.ready if progress is not None else 0
+
+
+_OTHER_PROPORTIONS = (
+    "A batch of several loaders has parts whose samples do not divide among micro-batches and replicas in equal"
+    " proportions. A loss over the samples of all loaders together is exact, but a sum of one mean per loader weighs"
+    " some samples more than one process does. If yours is such a sum, make the batch sizes multiples of the number"
+    " of micro-batches and set drop_last=True, or give the module split_micro_batches and micro_batch_weight."
+)
+
+
+def _whole(batch: Any, facts: BatchFacts) -> MicroBatch:
+    return MicroBatch(0, batch, 0) if facts.filler else MicroBatch(0, batch, facts.size, facts.samples - facts.size)
 
 
 def _scaled(loss: Tensor, factor: float | Tensor) -> Tensor:

@@ -45,9 +45,16 @@ class Several(Tokens):
         self.log("one_name", float(len(batch)), reduce_fx="sum", add_dataloader_idx=False) if dataloader_idx else None
 
 
-def fitted(mesh: Mesh | None, train: Any, val: Any = None, **options: Any) -> Result:
+class Doubled(Several):
+    """Has every sample twice."""
+
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        return torch.cat([batch, (batch + 1) % VOCAB]) if self.trainer.training else batch
+
+
+def fitted(mesh: Mesh | None, train: Any, val: Any = None, kind: type[Several] = Several, **options: Any) -> Result:
     trainer = make_trainer(mesh, max_epochs=2, **options)
-    module = seeded(Several)
+    module = seeded(kind)
     trainer.fit(module, train, val)
     return numbers(trainer.callback_metrics), whole_weights(trainer)
 
@@ -99,14 +106,16 @@ class OwnLoader:
 
 
 def of_several(mesh: Mesh | None) -> list[Result]:
-    """Combined in every way; loaders of one length where they meet in a batch, else a loader of whole batches."""
+    """Combined in every way, also where one has fewer samples left than the other; and batches that a hook doubles."""
 
-    def pair(first: int, second: int) -> tuple[Any, Any]:
-        return loader(rows(first), 4, mesh), loader(rows(second, seed=3), 4, mesh)
+    def pair(first: int, second: int, batch: int = 4) -> tuple[Any, Any]:
+        return loader(rows(first), batch, mesh), loader(rows(second, seed=3), batch, mesh)
 
     results = [fitted(mesh, CombinedLoader(dict(zip("ab", pair(8, 13), strict=True)), "min_size"))]
     results.append(fitted(mesh, CombinedLoader(list(pair(8, 13)), "max_size")))
     results.append(fitted(mesh, CombinedLoader(list(pair(8, 12)), "max_size_cycle")))
+    results.append(fitted(mesh, CombinedLoader(list(pair(12, 11, 6)), "max_size_cycle")))
+    results.append(fitted(mesh, pair(7, 1)[0], kind=Doubled))
     results.append(fitted(mesh, pair(8, 8)[0], list(pair(7, 5))))
     results.append(fitted(mesh, dict(zip("ab", pair(8, 8), strict=True)), dict(zip("cd", pair(5, 9), strict=True))))
     return results

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging.handlers
 import subprocess
-import warnings
 from typing import Any
 
+import lightning_utilities.core.rank_zero as rank_zero_module
 import pytest
 import torch.multiprocessing as mp
 from lightning.pytorch import Trainer
@@ -157,11 +158,15 @@ def test_c62_under_torchrun_every_rank_refuses_at_once(options: dict[str, Any], 
     assert len(set(messages)) == 1 and word in messages[0]
 
 
-def warned(make: Any, *args: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+def told(make: Any, *args: Any) -> list[str]:
+    """What rank 0 says of micro-batches."""
+    handler = logging.handlers.BufferingHandler(1000)
+    rank_zero_module.log.addHandler(handler)
+    try:
         make(*args)
-    return [str(item.message) for item in caught if "micro-batches" in str(item.message)]
+    finally:
+        rank_zero_module.log.removeHandler(handler)
+    return [text for record in handler.buffer if "micro-batches per step" in (text := record.getMessage())]
 
 
 @pytest.mark.parametrize(
@@ -174,22 +179,22 @@ def warned(make: Any, *args: Any) -> list[str]:
         ({"pipeline_parallel": 2}, []),
     ],
 )
-def test_c62_too_few_micro_batches_are_warned_of_with_the_bubble(options: dict[str, Any], words: list[str]) -> None:
-    messages = warned(lambda: trainer(**options))
+def test_c62_too_few_micro_batches_are_told_of_with_the_bubble(options: dict[str, Any], words: list[str]) -> None:
+    messages = told(lambda: trainer(**options))
     assert bool(messages) == bool(words)
     assert not [word for word in words if word not in messages[0]], messages
 
 
-def warned_in_training(rank: int, world: int) -> list[str]:
-    def fit() -> None:
-        strategy = ThreeDStrategy(pipeline_parallel=2)
+def told_in_training(rank: int, world: int) -> list[list[str]]:
+    def fit(samples: int, **options: Any) -> None:
+        strategy = ThreeDStrategy(pipeline_parallel=2, **options)
         run = Trainer(accelerator="cpu", devices=world, strategy=strategy, max_epochs=1, **QUIET)
-        run.fit(Tokens(), DataLoader(rows(6), batch_size=2))
+        run.fit(Tokens(), DataLoader(rows(6), batch_size=samples))
 
-    return warned(fit)
+    return [told(fit, 2), told(lambda: fit(3, micro_batch_size=2))]
 
 
-def test_c62_a_batch_that_leaves_the_pipeline_empty_is_warned_of_once() -> None:
-    first, other = run_trainer(2, warned_in_training)
-    assert len(first) == 1 and "2 micro-batches" in first[0] and "33%" in first[0]
-    assert other == []
+def test_c62_a_batch_that_could_be_cut_into_more_is_told_of_once() -> None:
+    (small, first), other = run_trainer(2, told_in_training)
+    assert len(first) == 1 and "2 micro-batches per step" in first[0] and "33%" in first[0]
+    assert small == [] and other == [[], []]

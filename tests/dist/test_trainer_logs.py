@@ -13,7 +13,7 @@ from torchmetrics.classification import BinaryAccuracy
 
 from lightning_3d.config import Sizes
 from lightning_3d.mesh import Mesh, build_mesh
-from lightning_3d.trainer.batches import BatchFacts
+from lightning_3d.trainer.ledger import BatchFacts
 from lightning_3d.trainer.logs import LogRelay
 from lightning_3d.trainer.metrics import bind_metrics
 from lightning_3d.trainer.mirror import StateMirror

@@ -254,6 +254,36 @@ def test_environment_variables_set_options_and_the_command_line_wins(
     )
 
 
+@pytest.mark.parametrize(
+    ("variable", "nearest"),
+    [
+        ("PL_TRAINER__MAX_STEPS", "PL_FIT__TRAINER__MAX_STEPS"),
+        ("PL_FIT_TRAINER__MAX_STEPS", "PL_FIT__TRAINER__MAX_STEPS"),
+        ("PL_TRAINER_MAX_STEPS", "PL_FIT__TRAINER__MAX_STEPS"),
+        ("PL_TEST_CKPT_PATH", "PL_TEST__CKPT_PATH"),
+        ("PL_FITT__MODEL", "PL_FIT__MODEL"),
+    ],
+)
+def test_variables_that_name_no_command_are_refused(
+    variable: str, nearest: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, "11")
+    assert run("fit", "--print_config") == 2
+    message = capsys.readouterr().err
+    assert variable in message and f"Did you mean {nearest!r}?" in message
+
+
+def test_variables_of_others_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "PL_WAREHOUSE"):
+        monkeypatch.setenv(name, "1")
+    assert run("fit", "-c", str(QUICKSTART), "--print_config") == 0
+    assert "seed_everything" in capsys.readouterr().out
+    told = [message for message in caplog.messages if "PL_" in message]
+    assert len(told) == 1 and "PL_WAREHOUSE is not an option" in told[0]
+
+
 def test_a_schedule_for_the_batch_is_given_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     cli = built(
         monkeypatch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import UserDict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +14,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.pipeline.micro_batches import batch_size_of, cut, loss_weights, piece_sizes
+from lightning_3d.pipeline.micro_batches import (
+    Part,
+    batch_size_of,
+    cut,
+    cut_parts,
+    find_parts,
+    in_proportion,
+    loss_weights,
+    part_sizes,
+    piece_sizes,
+)
 
 
 class Pair(NamedTuple):
@@ -90,3 +101,30 @@ def test_batch_size_is_that_of_the_first_tensor_with_dimensions() -> None:
     assert batch_size_of({"step": torch.tensor(3), "x": torch.zeros(7, 2), "y": torch.zeros(5)}) == 7
     assert batch_size_of(["a", "b"]) == 2
     assert batch_size_of(3) == 1
+
+
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=4), st.integers(1, 12))
+def test_parts_are_cut_in_proportion_where_that_is_possible(totals: list[int], count: int) -> None:
+    count = min(count, *totals)
+    sizes = part_sizes(totals, count)
+    assert [sum(own) for own in sizes] == totals
+    assert all(len(own) == count and min(own) >= 1 for own in sizes)
+    assert in_proportion(sizes) or math.gcd(*totals) < count
+    assert not in_proportion([[2, 1], [1, 1]])
+
+
+def test_a_batch_of_several_loaders_is_cut_part_by_part() -> None:
+    a, b, table = torch.arange(5), torch.arange(3) + 10, torch.eye(3)
+    batch = {"a": [a, table], "b": Pair(b, b), "note": "same"}
+    paths = [("a", 0), ("b",)]
+    parts = find_parts(batch, paths)
+    assert parts == [Part(("a", 0), 5), Part(("b",), 3)]
+    assert find_parts([a], paths) is None
+    pieces = cut_parts(batch, parts, part_sizes([5, 3], 2))
+    assert [(piece.size, piece.others) for piece in pieces] == [(3, 2), (2, 1)]
+    assert loss_weights(pieces, None, torch.device("cpu")) == [5.0, 3.0]
+    assert torch.equal(torch.cat([piece.data["a"][0] for piece in pieces]), a)
+    assert torch.equal(torch.cat([piece.data["b"].y for piece in pieces]), b)
+    assert isinstance(pieces[1].data["b"], Pair)
+    assert pieces[1].data["note"] == "same" and torch.equal(pieces[1].data["a"][1], table)
+    assert batch["b"].x is b
