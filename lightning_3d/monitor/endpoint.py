@@ -59,9 +59,8 @@ class Endpoint:
         """The port that it listens on."""
         if port and self.port != port:
             warnings.warn(
-                f"Port {port} is taken; ThreeDPrometheus listens on {address}:{self.port} instead. Prometheus finds it"
-                " through monitor/prometheus_targets.json in the log folder (file_sd_configs); dcgm-exporter, for one,"
-                " uses 9400.",
+                f"Port {port} is taken; ThreeDPrometheus listens on {address}:{self.port} instead. A Prometheus with"
+                " file_sd_configs on the file of targets finds it there; any other must be told.",
                 stacklevel=2,
             )
 

@@ -18,10 +18,10 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.events import EventSource, StepEvents
 from lightning_3d.mesh import Mesh
 from lightning_3d.monitor.clocks import clock_offsets
+from lightning_3d.monitor.device_scalars import DeviceScalars
 from lightning_3d.monitor.devices import peak_flops, peak_memory
 from lightning_3d.monitor.diagnosis import Diagnosis
 from lightning_3d.monitor.figures import Figures, figures, figures_of_ranks, utilisation
-from lightning_3d.monitor.gradient_norms import GradientNorms
 from lightning_3d.monitor.leaks import memory_in_use
 from lightning_3d.monitor.model_flops import ModelFlops, count_model
 from lightning_3d.monitor.own_time import summarize
@@ -81,7 +81,7 @@ class ThreeDMonitor(Callback):
         self._flops: ModelFlops | None = None
         self._folder: Path | None = None
         self._offsets: list[float] = [0.0]
-        self._norms = GradientNorms()
+        self._scalars = DeviceScalars()
         self._seen = self._known = self._skipped = 0
         self._next_picture = 0
 
@@ -114,7 +114,7 @@ class ThreeDMonitor(Callback):
             page.lay_out()
         self._steps.clear()
         self._for_picture.clear()
-        self._norms.clear()
+        self._scalars.clear()
         self._seen = self._known = self._skipped = 0
         self._next_picture = self.skip_steps + 2
         events.listen(self._hear)
@@ -151,7 +151,9 @@ class ThreeDMonitor(Callback):
         """Take the norm of the gradient in the last step of a window. Collective there."""
         every = self._every(trainer)
         if every and self._seen % every >= every - trainer.accumulate_grad_batches:
-            self._norms.take(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)
+            norm = trainer.strategy.gradient_norm()  # type: ignore[attr-defined]
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped
+            self._scalars.ask("training/gradient_norm", step, norm)
 
     @override
     def on_train_batch_end(
@@ -165,7 +167,7 @@ class ThreeDMonitor(Callback):
         every = self._every(trainer)
         if every and self._seen % every == 0:
             self._close(trainer, batch)
-        self._log_norms(trainer)
+        self._log_arrived(trainer)
         if self.picture_every_n_steps and self._seen >= self._next_picture and self._draw(trainer):
             self._next_picture = self._seen + self.picture_every_n_steps
 
@@ -199,11 +201,11 @@ class ThreeDMonitor(Callback):
             if left:
                 logger.log_metrics(left, step=step)
 
-    def _log_norms(self, trainer: Trainer) -> None:
-        """Log the norms that have arrived."""
-        for step, norm in self._norms.arrived():
+    def _log_arrived(self, trainer: Trainer) -> None:
+        """Log the scalars that have arrived."""
+        for name, step, value in self._scalars.arrived():
             if trainer.is_global_zero:
-                self._log(trainer, {"training/gradient_norm": norm}, step)
+                self._log(trainer, {name: value}, step)
 
     def _utilisation(self, found: Figures, mesh: Mesh, batch: Any) -> float | None:
         peak = peak_flops(mesh.device, self.peak_tflops)
@@ -215,7 +217,8 @@ class ThreeDMonitor(Callback):
         values: dict[str, float] = {"training/skipped_steps": float(self._skipped)}
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
-            values["training/loss_scale"] = float(scaler.factor)
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped
+            self._scalars.ask("training/loss_scale", step, scaler.factor)
         rates = {
             (optimizer_index, group_index): float(group["lr"])
             for optimizer_index, optimizer in enumerate(trainer.optimizers)

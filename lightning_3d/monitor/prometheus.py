@@ -21,17 +21,17 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.events import EventSource, StepEvents
 from lightning_3d.mesh import Mesh
 from lightning_3d.monitor.clocks import machine
+from lightning_3d.monitor.device_scalars import DeviceScalars
 from lightning_3d.monitor.devices import gpu_uuid, memory_size, peak_flops, peak_memory
 from lightning_3d.monitor.endpoint import Endpoint
 from lightning_3d.monitor.gpu_counters import GpuCounters
-from lightning_3d.monitor.gradient_norms import GradientNorms
 from lightning_3d.monitor.leaks import memory_in_use
 from lightning_3d.monitor.model_flops import ModelFlops, count_model
 from lightning_3d.monitor.noticeboard import Notice, Noticeboard
 from lightning_3d.monitor.rank_counters import RankCounters
 
 TARGETS = Path("monitor", "prometheus_targets.json")
-"""In the log folder: the endpoints of all hosts, for Prometheus' ``file_sd_configs``."""
+"""In the log folder, unless another place is asked for: the endpoints of all hosts while the run trains."""
 _POST_S = 1.0
 
 
@@ -47,7 +47,9 @@ class ThreeDPrometheus(Callback):
         port: Of every host; 0 takes any that is free.
         address: Of the interface to listen on. Whoever reaches it can read the figures.
         if_taken: What to do where the port is taken: ``"next"`` uses the next free one and warns, ``"error"`` ends the
-            run. All ports are listed in ``monitor/prometheus_targets.json`` in the log folder.
+            run.
+        targets_file: Where rank 0 lists host and port of all endpoints while the run trains, for ``file_sd_configs`` of
+            Prometheus; by default ``monitor/prometheus_targets.json`` in the log folder.
         stale_after_s: Seconds after which a rank that has posted nothing counts as down: only ``lightning3d_rank_up 0``
             is exported of it.
         gpu_counters: Export utilisation, memory, power, temperature and throttling of GPUs through nvidia-ml-py, for
@@ -67,6 +69,7 @@ class ThreeDPrometheus(Callback):
         port: int = 9410,
         address: str = "0.0.0.0",
         if_taken: Literal["next", "error"] = "next",
+        targets_file: str | None = None,
         stale_after_s: float = 300.0,
         gpu_counters: bool = False,
         tokens_per_sample: float | None = None,
@@ -87,6 +90,7 @@ class ThreeDPrometheus(Callback):
                 " that takes longer."
             )
         self.port, self.address, self.if_taken = port, address, if_taken
+        self.targets_file = targets_file
         self.stale_after_s = stale_after_s
         self.gpu_counters = gpu_counters
         self.tokens_per_sample = tokens_per_sample
@@ -95,13 +99,14 @@ class ThreeDPrometheus(Callback):
         self.targets: list[str] = []
         """``host:port`` of every endpoint, while a run trains."""
         self._counters = RankCounters()
-        self._norms = GradientNorms()
-        self._norm: float | None = None
+        self._scalars = DeviceScalars()
+        self._arrived: dict[str, float] = {}
         self._flops: ModelFlops | None = None
         self._flops_per_sample: float | None = None
         self._board: Noticeboard | None = None
         self._endpoint: Endpoint | None = None
         self._notice: Notice | None = None
+        self._written: Path | None = None
         self._labels: dict[str, Any] = {}
         self._posted = 0.0
         self._seen = self._skipped = 0
@@ -148,7 +153,7 @@ class ThreeDPrometheus(Callback):
             if one is not None
         ]
         self._write_targets(trainer)
-        self._norms.clear()
+        self._scalars.clear()
         self._seen = 0
         self._post(trainer)
         events.listen(self._hear)
@@ -176,10 +181,15 @@ class ThreeDPrometheus(Callback):
     def _write_targets(self, trainer: Trainer) -> None:
         folder = trainer.log_dir  # asks rank 0, so every rank must get here
         rank_zero_info(f"Prometheus can scrape {', '.join(self.targets)} (path /metrics)")
-        if trainer.is_global_zero and folder is not None and trainer.loggers:
+        path = Path(self.targets_file) if self.targets_file is not None else None
+        if path is None and folder is not None and trainer.loggers:
             path = Path(folder) / TARGETS
+        if trainer.is_global_zero and path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps([{"targets": self.targets}]))
+            whole = path.with_name(path.name + ".new")
+            whole.write_text(json.dumps([{"targets": self.targets}]))
+            whole.replace(path)  # Prometheus watches it, and must not see half of it
+            self._written = path
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -202,6 +212,9 @@ class ThreeDPrometheus(Callback):
         board, self._board = self._board, None
         notice, self._notice = self._notice, None
         self.targets = []
+        if self._written is not None:
+            self._written.unlink(missing_ok=True)
+            self._written = None
         if endpoint is not None:
             endpoint.close()
         if board is not None:
@@ -220,7 +233,8 @@ class ThreeDPrometheus(Callback):
         every = self.gradient_norm_every_n_steps
         every = trainer.log_every_n_steps if every is None else every  # type: ignore[attr-defined]
         if every and self._seen % every >= every - trainer.accumulate_grad_batches:
-            self._norms.take(trainer, trainer.global_step)
+            norm = trainer.strategy.gradient_norm()  # type: ignore[attr-defined]
+            self._scalars.ask("gradient_norm", trainer.global_step, norm)
 
     @override
     def on_train_batch_end(
@@ -229,11 +243,14 @@ class ThreeDPrometheus(Callback):
         """Post, about once a second."""
         self._seen += 1
         self._skipped += bool(getattr(trainer.precision_plugin, "step_skipped", False))
-        for _, norm in self._norms.arrived():
-            self._norm = norm
+        for name, _, value in self._scalars.arrived():
+            self._arrived[name] = value
         if time.monotonic() - self._posted >= _POST_S:
             if self._flops is not None:
                 self._flops_per_sample = self._flops.per_sample(batch)
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            if scaler is not None and trainer.is_global_zero:
+                self._scalars.ask("loss_scale", trainer.global_step, scaler.factor)
             self._post(trainer)
 
     @override
@@ -289,12 +306,10 @@ class ThreeDPrometheus(Callback):
         """What is the same on all ranks."""
         layout: Any = trainer.strategy.layout  # type: ignore[attr-defined]
         shape = (layout.schedule, layout.pipeline_parallel, layout.data_parallel, layout.tensor_parallel)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
         return {
+            **self._arrived,
             "layout_info": [([*shape, layout.virtual_stages, layout.zero_stage], 1)],
             "bubble_predicted_ratio": layout.bubble if layout.pipeline_parallel > 1 else None,
-            "gradient_norm": self._norm,
-            "loss_scale": None if scaler is None else float(scaler.factor),
             "model_flops_per_sample": self._flops_per_sample,
             "learning_rate": [
                 ([which, group_index], float(group["lr"]))
