@@ -195,6 +195,7 @@ class LeakWatch:
         self._skip = skip
         self._sizes: list[int] = []
         self._shapes: object = None
+        self._others = 0
         self._first = 0
         self._suspected: Census | None = None
 
@@ -203,7 +204,8 @@ class LeakWatch:
 
         Args:
             step: Its number.
-            shapes: Whatever equals itself while the batches have the same shapes; others begin a new window.
+            shapes: Whatever equals itself while the batches have the same shapes. Steps of others are left out; where
+                they come to be more, the window begins again with them.
 
         Returns:
             A leak, when memory has grown over two windows in a row: what has grown in the second is named.
@@ -212,14 +214,18 @@ class LeakWatch:
             self._skip -= 1
             return None
         if shapes != self._shapes:
-            self._shapes, self._suspected = shapes, None
+            # The last batch of an epoch may be smaller: such steps are left out, while those of one shape prevail.
+            self._others += 1
+            if self._others <= len(self._sizes):
+                return None
+            self._shapes, self._suspected, self._others = shapes, None, 0
             self._sizes.clear()
         if not self._sizes:
             self._first = step
         self._sizes.append(memory_in_use(self._device))
         if len(self._sizes) < self._window:
             return None
-        sizes, self._sizes = self._sizes, []
+        sizes, self._sizes, self._others = self._sizes, [], 0
         on_device = self._device.type == "cuda"
         slope = growth(sizes, LEAST_DEVICE if on_device else LEAST_PROCESS)
         before, self._suspected = self._suspected, None

@@ -61,8 +61,6 @@ class Run:
     activation_checkpointing: str | int | None = None
     accumulated: int = 1
     """Batches per optimizer step."""
-    planned: Mapping[str, float] = field(default_factory=dict)
-    """Shares of the step that the planner expects (``bubble``, ``tp``, ``dp``), where it has been asked."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -70,3 +70,23 @@ def test_a_leak_is_told_after_two_windows_and_only_at_constant_shapes(monkeypatc
 
     watch = LeakWatch(PLACE, CPU, window=6, skip=0)
     assert not any(watch.step(step, step % 5) for step in range(40))
+    watch = LeakWatch(PLACE, CPU, window=6, skip=0)  # a smaller batch at the end of every epoch hides nothing
+    assert any(watch.step(step, "last" if step % 5 == 4 else "whole") for step in range(20))
+
+
+def test_a_device_with_its_history_on_names_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = {"filename": "/home/me/train.py", "line": 12, "name": "training_step"}
+    torchs = {"filename": "/usr/lib/python3/site-packages/torch/nn/functional.py", "line": 3, "name": "relu"}
+    blocks = [{"state": "active_allocated", "size": 512, "requested_size": 500, "frames": [torchs, mine]}]
+    blocks.append({"state": "inactive", "size": 4096, "frames": [mine]})
+
+    def census() -> leaks.Census:
+        monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda device: {"segments": [{"blocks": list(blocks)}]})
+        return take_census(torch.device("cuda"))
+
+    before = census()
+    blocks.extend([blocks[0]] * 3)
+    blocks.append({"state": "active_allocated", "size": 9})  # without history
+    (grown,) = [one for one in census().grown_since(before, 1500.0) if "train.py" in one.what]
+    assert grown.what == "allocations at /home/me/train.py:12 (training_step)"
+    assert (grown.more, grown.bytes) == (3, 1500)
