@@ -45,13 +45,6 @@ class Imported:
     """What the source holds and the directory does not, and why."""
 
 
-class StockOptimizer(Optimizer):
-    """Stands for the optimizer of a file, which does not say of what class it was."""
-
-    def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
-        super().__init__([{"params": list(own)} for own in groups], {})
-
-
 def import_lightning(
     file: str | os.PathLike[str], folder: str | os.PathLike[str], weights_only: bool | None = None
 ) -> Imported:
@@ -91,7 +84,10 @@ def import_lightning(
             by_order += 1
         packed[number] = saved
         named.append(names)
-    optimizers = [StockOptimizer([[state.parameters[name] for name in own] for own in names]) for names in named]
+    # The file does not say of what class they were, and nothing is asked of them but their groups.
+    optimizers = [
+        Optimizer([{"params": [state.parameters[name] for name in own]} for own in names], {}) for names in named
+    ]
     if packed:
         checkpoint["optimizer_states"] = packed
     content = gather(checkpoint, replace(state, optimizers=optimizers, groups=named), mesh)

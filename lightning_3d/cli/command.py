@@ -27,7 +27,7 @@ from typing_extensions import override
 import lightning_3d.models  # so that --model GPT and --data ByteText are known by their short names
 from lightning_3d import BatchScaledLR, ThreeDStrategy
 from lightning_3d.cli.config_files import check_config_files
-from lightning_3d.cli.did_you_mean import check_environment, check_strategy, explain
+from lightning_3d.cli.did_you_mean import check_environment, check_strategy, explain, suggest
 from lightning_3d.cli.paths import given_path
 from lightning_3d.errors import ConfigError, ThreeDError
 
@@ -39,6 +39,14 @@ READER_LEFT = 128 + 13
 
 CHOSEN_BY_TRAINER = ("last", "best", "hpc")
 """Values of ``--ckpt_path`` that are no paths."""
+
+HEADINGS = {
+    "model": "The model, a LightningModule",
+    "data": "The data, a LightningDataModule",
+    "optimizer": "The optimizer, in place of that of the model",
+    "lr_scheduler": "The learning rate scheduler, to go with --optimizer",
+}
+"""Of groups of options whose classes have no short description, by name."""
 
 GIVEN_BY_TRAINER = {"accelerator", "parallel_devices", "precision_plugin"}
 """Parameters of the strategy that the Trainer fills from options of its own; its help does not offer them."""
@@ -129,11 +137,11 @@ class Parser(LightningArgumentParser):
     """A parser whose help lists the options of the strategy, and whose errors name the nearest option."""
 
     @override
-    def add_lr_scheduler_args(self, *args: Any, nested_key: str = "lr_scheduler", **kwargs: Any) -> None:
-        """Add the options of a scheduler, under a heading that can be read: by default it names a tuple of classes."""
-        super().add_lr_scheduler_args(*args, nested_key=nested_key, **kwargs)
-        if self.groups and nested_key in self.groups:
-            self.groups[nested_key].title = "Base classes of all learning rate schedulers"
+    def add_argument_group(self, title: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Add a group of options, under a heading that can be read: by default it is what Python prints of a class."""
+        if title and "<class " in title:
+            title = HEADINGS.get(kwargs.get("name") or "", kwargs.get("name"))
+        return super().add_argument_group(title, *args, **kwargs)
 
     @override
     def format_help(self, *args: Any, **kwargs: Any) -> str:
@@ -288,6 +296,11 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         if given and given[0] in SUBCOMMANDS:
             return _run(SUBCOMMANDS[given[0]], given[1:])
+        if given and _is_unknown(given[0]):
+            commands = sorted([*CLI.subcommands(), *SUBCOMMANDS])
+            raise ConfigError(
+                f"{given[0]!r} is not a command.{suggest(given[0], commands, '')} There are: {', '.join(commands)}."
+            )
         CLI(None if args is None and _HELP not in given else _help_of_strategy(given))
     except (ThreeDError, MisconfigurationException) as error:
         if _debug():
@@ -295,6 +308,10 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return BAD_INPUT
     return SUCCESS
+
+
+def _is_unknown(word: str) -> bool:
+    return not word.startswith("-") and word not in CLI.subcommands()
 
 
 def _help_of_strategy(words: Sequence[str]) -> list[str]:

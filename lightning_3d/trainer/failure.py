@@ -27,6 +27,7 @@ from lightning_3d.errors import ThreeDError
 from lightning_3d.mesh import Mesh, where
 from lightning_3d.trainer.batches import ReaderError
 from lightning_3d.trainer.siblings import Identity, Siblings
+from lightning_3d.trainer.tether import Holder, release
 
 GRACE_S = 12.0
 """How long a rank may take to stop by itself once the job has failed."""
@@ -35,7 +36,7 @@ _STUCK_S = 2.0  # no progress of the main thread for so long: it waits inside a 
 _TOLD_WITHIN_S = 2.0  # a rank that has failed says so after its connections break
 _STUCK_AFTER_SIGNAL_S = 18.0  # long, because a healthy stage may wait for a long step of its neighbour
 _FILE_VARIABLE = "LIGHTNING_3D_FAILURE_FILE"
-_PARENT_VARIABLE = "LIGHTNING_3D_PARENT_PID"
+_LAUNCHER_VARIABLE = "LIGHTNING_3D_LAUNCHER"
 _TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 
 
@@ -52,11 +53,11 @@ class FailureGuard:
     """Watches from a thread that this rank neither waits for, nor outlives, a job that has failed.
 
     A failing rank leaves its traceback in the store of the process group; the launcher leaves a note in a file when a
-    process ends without a word. Every rank looks for both, for the store itself, and for its parent process. When one
-    of them tells of a failure, the main thread is brought to raise: communicators are aborted, connections of a
-    collective that does not return are cut, and busy Python code gets a :class:`SiblingFailure`. So ``finally`` blocks,
-    callbacks' ``on_exception`` and ``atexit`` run. Who has not left the Trainer after :data:`GRACE_S` seconds ends
-    without further ado, with status 1.
+    process ends without a word. Every rank looks for both, for the store itself, and for the process that launched it.
+    When one of them tells of a failure, the main thread is brought to raise: communicators are aborted, connections of
+    a collective that does not return are cut, and busy Python code gets a :class:`SiblingFailure`. So ``finally``
+    blocks, callbacks' ``on_exception`` and ``atexit`` run. Who has not left the Trainer after :data:`GRACE_S` seconds
+    ends without further ado, with status 1.
 
     One rank alone is not watched.
     """
@@ -71,6 +72,8 @@ class FailureGuard:
         """Called from the thread, with the signals that came, the store and :attr:`scope`."""
         self.patient = False
         """Whether the main thread may stand still though a signal has asked it to stop."""
+        self.printed: BaseException | None = None
+        """The error of this rank whose traceback stands on stderr already."""
         self._external = False
         self._siblings: Siblings | None = None
         self._armed = False
@@ -80,7 +83,8 @@ class FailureGuard:
         self._told = False
         self._thread: threading.Thread | None = None
         self._file: Path | None = None
-        self._parent: int | None = None
+        self._launcher: Holder | None = None
+        self._tethered = False
         self._wake_up: int | None = None
         self._barrier: Callable[[], None] | None = None
         self._lock = threading.Lock()
@@ -106,12 +110,15 @@ class FailureGuard:
         """
         self._external = external and _FILE_VARIABLE not in os.environ
         if self._external and _TORCHRUN_VARIABLE in os.environ:
-            self._parent = os.getppid()  # an agent that is killed leaves its workers behind
+            self._launcher = Holder.of(os.getppid())  # an agent that is killed leaves its workers behind
         if file := os.environ.get(_FILE_VARIABLE):
             self._file = Path(file)
-        if (parent := os.environ.get(_PARENT_VARIABLE)) and int(parent) != os.getpid():
-            self._parent = os.getppid()
-        if self._file is not None or self._parent is not None:
+        # As the launcher has put it down, not as it is found: it may have ended while this process started.
+        pid, _, started = os.environ.get(_LAUNCHER_VARIABLE, "").partition(" ")
+        if pid and int(pid) != os.getpid():
+            self._launcher = Holder(int(pid), started)
+            self._tethered = external
+        if self._file is not None or self._launcher is not None:
             self._arm()
 
     def start(self, mesh: Mesh) -> None:
@@ -129,6 +136,8 @@ class FailureGuard:
         group = mesh.control_world.group
         self._barrier = lambda: dist.barrier(group=group)
         self._arm()
+        if self._tethered:  # from here on there may be something to bring to an end
+            release()
 
     def stop(self) -> None:
         """At the end of a run (``Strategy.teardown``). After a good one, no rank leaves before all have come here."""
@@ -158,8 +167,12 @@ class FailureGuard:
         self._told = True
         if first:
             say(text)
+            self.printed = error
         elif not broken:
-            say(f"{self._where} failed as well: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}\n")
+            line = _in_one_line(error)
+            say(f"{self._where} failed as well: {line}\n")
+            if line in (self._reason() or ""):  # ranks that meet with the same error say where once
+                self.printed = error
 
     def only_noticed(self, error: BaseException) -> bool:
         """Whether ``error`` is what this rank notices of another that has failed, which is known or heard of soon."""
@@ -252,7 +265,7 @@ class FailureGuard:
         """What can be seen on this machine."""
         if self._file is not None and self._file.exists():
             return self._file.read_text(errors="replace") or "a process of this job has ended"
-        if self._parent is not None and os.getppid() != self._parent:
+        if self._launcher is not None and self._launcher.has_ended:
             return f"the process that launched {self._where} has ended"
         rank = self._siblings.gone() if self._siblings is not None and self._armed else None
         if rank is None or self._ending:  # asked afterwards: it may have ended well
@@ -369,16 +382,17 @@ def leave_note(file: Path, reason: str) -> None:
 
 def launch_variables(file: Path) -> dict[str, str]:
     """Environment variables by which a started process knows that it was started by us."""
-    return {_FILE_VARIABLE: str(file), _PARENT_VARIABLE: str(os.getpid())}
+    launcher = Holder.of(os.getpid())
+    return {_FILE_VARIABLE: str(file), _LAUNCHER_VARIABLE: f"{launcher.pid} {launcher.started}"}
 
 
-def show_siblings_in_one_line() -> None:
-    """From now on, do not print the traceback of a :class:`SiblingFailure` that ends this process."""
+def show_in_one_line(known: BaseException) -> None:
+    """Should this error end the process, do not print its traceback: it, or that of its cause, has been printed."""
     previous = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, SiblingFailure):
-            say(f"{error}\n")
+        if error is known:
+            say(f"{_in_one_line(error)}\n")
         else:
             previous(kind, error, trace)
 
@@ -391,6 +405,11 @@ def say(text: str) -> None:
     with contextlib.suppress(Exception):
         sys.stderr.write(f"\n[lightning_3d] {text}")
         sys.stderr.flush()
+
+
+def _in_one_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return text if isinstance(error, SiblingFailure) else f"{type(error).__name__}: {text}"
 
 
 def _is_broken_connection(error: BaseException) -> bool:

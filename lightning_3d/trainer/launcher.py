@@ -8,10 +8,12 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -21,6 +23,11 @@ import torch
 import torch.multiprocessing as mp
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork, _check_missing_main_guard
+from lightning.fabric.strategies.launchers.subprocess_script import (
+    _HYDRA_AVAILABLE,
+    _basic_subprocess_cmd,
+    _hydra_subprocess_cmd,
+)
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
@@ -39,10 +46,13 @@ from lightning_3d.trainer.failure import (
     launch_variables,
     leave_note,
     say,
-    show_siblings_in_one_line,
+    show_in_one_line,
 )
 from lightning_3d.trainer.marks import Marks
+from lightning_3d.trainer.methods import bound_as_they_are
 from lightning_3d.trainer.preflight import check_checkpoint
+from lightning_3d.trainer.rank_errors import PrintedError, ending, rank_error
+from lightning_3d.trainer.tether import tethered
 
 _PRELOADED = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "lightning.pytorch", "lightning_3d"]
 _KILL_AFTER_S = 5.0
@@ -140,10 +150,30 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         try:
             return function(*args, **kwargs)
         except Exception as error:
+            if self._guard.printed is error:
+                show_in_one_line(error)
+                raise
             if not self._guard.only_noticed(error):
                 raise
-            show_siblings_in_one_line()
-            raise SiblingFailure from None
+            noticed = SiblingFailure()
+            show_in_one_line(noticed)
+            raise noticed from None
+
+    @override
+    def _call_children_scripts(self) -> None:
+        """As Lightning does, each tethered to this process: it may be killed while they still import."""
+        self._check_can_spawn_children()
+        os.environ.update(
+            MASTER_ADDR=self.cluster_environment.main_address,
+            MASTER_PORT=str(self.cluster_environment.main_port),
+            NODE_RANK=str(self.cluster_environment.node_rank()),
+            LOCAL_RANK=str(self.cluster_environment.local_rank()),
+            WORLD_SIZE=str(self.num_processes * self.num_nodes),
+        )
+        for rank in range(1, self.num_processes):
+            command, folder = _script(rank)
+            environment = {**os.environ, "LOCAL_RANK": str(rank)}
+            self.procs.append(subprocess.Popen(tethered(list(command)), env=environment, cwd=folder))
 
     @override
     def kill(self, signum: int) -> None:
@@ -168,7 +198,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self._failed = True
         if self._guard.knows_why:
             return
-        reason = f"{self._where(failed[0])} {_ending(codes[failed[0] - 1] or 0)}; the other ranks are being stopped."
+        reason = f"{self._where(failed[0])} {ending(codes[failed[0] - 1] or 0)}; the other ranks are being stopped."
         if self._file is not None:
             leave_note(self._file, reason)
         self._guard.trip(reason, announce=True)
@@ -183,6 +213,16 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             _end_together(self.procs, _poll_all)
         if self._file is not None:
             self._file.unlink(missing_ok=True)
+
+
+def _script(rank: int) -> tuple[Sequence[str], str | None]:
+    """The command that starts the user's script again, and the folder to start it in."""
+    if _HYDRA_AVAILABLE:
+        from hydra.core.hydra_config import HydraConfig  # type: ignore[import-not-found]
+
+        if HydraConfig.initialized():
+            return _hydra_subprocess_cmd(rank)
+    return _basic_subprocess_cmd(), None
 
 
 class ProcessLauncher(_MultiProcessingLauncher):
@@ -226,13 +266,14 @@ class ProcessLauncher(_MultiProcessingLauncher):
         marks = Marks.of(module, self._start_method) if module is not None else None
         start = _Start(environment | _seed_variables(), _GlobalStateSnapshot.capture(), marks)
         try:
-            started = mp.start_processes(
-                self._run_rank,
-                args=(start, trainer, function, args, kwargs, results),
-                nprocs=strategy.num_processes,  # type: ignore[attr-defined]
-                start_method=self._start_method,
-                join=False,
-            )
+            with bound_as_they_are():
+                started = mp.start_processes(
+                    self._run_rank,
+                    args=(start, trainer, function, args, kwargs, results),
+                    nprocs=strategy.num_processes,  # type: ignore[attr-defined]
+                    start_method=self._start_method,
+                    join=False,
+                )
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             file.unlink(missing_ok=True)
             if "pickle" not in str(error).lower():
@@ -287,6 +328,8 @@ class ProcessLauncher(_MultiProcessingLauncher):
             if trainer is not None:
                 _interrupt(trainer, error)
                 trainer._teardown()
+            if isinstance(guard, FailureGuard) and guard.printed is error:
+                raise PrintedError.of(error) from None
             raise
 
     def _wait(self, error_files: Sequence[str], file: Path) -> None:
@@ -303,12 +346,12 @@ class ProcessLauncher(_MultiProcessingLauncher):
                 process.join()
                 if process.exitcode:
                     # Ranks that stop because of another one may be faster; what that one left behind comes first.
-                    reason = f"{self._where(rank)} {_ending(process.exitcode)}; the other ranks are being stopped."
+                    reason = f"{self._where(rank)} {ending(process.exitcode)}; the other ranks are being stopped."
                     leave_note(file, reason)
                     if not os.path.exists(error_files[rank]):  # it could not say anything itself
                         say(reason + "\n")
                     _end_together(self.procs, _join_all)
-                    raise _rank_error(rank, process, error_files)
+                    raise rank_error(rank, self.procs, error_files, self._where)
 
     @override
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
@@ -347,6 +390,8 @@ class _Start:
         # A forkserver is as old as its first use: its children do not see what was set since.
         os.environ.update(self.environment)
         self.state.restore()
+        # A scheduler that was made before wraps its optimizer's step, which an optimizer that is sent leaves behind.
+        warnings.filterwarnings("ignore", message=r"Seems like `optimizer.step\(\)` has been overridden")
 
 
 @contextlib.contextmanager
@@ -373,28 +418,6 @@ def _seed_variables() -> dict[str, str]:
 
 def _note_file() -> Path:
     return Path(tempfile.gettempdir(), f"lightning-3d-{os.getpid()}-{time.monotonic_ns()}")
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    with contextlib.suppress(ValueError):
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"was ended by signal {-code}"
-
-
-def _rank_error(rank: int, process: Any, error_files: Sequence[str]) -> Exception:
-    with contextlib.suppress(OSError), open(error_files[rank], "rb") as file:
-        trace = pickle.load(file)
-        return mp.ProcessRaisedException(f"\n\n-- Rank {rank} failed:\n{trace}", rank, process.pid)
-    name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else None
-    return mp.ProcessExitedException(
-        f"rank {rank} {_ending(process.exitcode)}",
-        error_index=rank,
-        error_pid=process.pid,
-        exit_code=process.exitcode,
-        signal_name=name,
-    )
 
 
 def _poll_all(processes: Sequence[Any], seconds: float) -> list[Any]:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_3d.trainer.tether import started
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -26,7 +28,7 @@ class Identity:
             machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
         except OSError:
             machine = ""
-        return cls(machine, os.getpid(), _started(os.getpid()) or "")
+        return cls(machine, os.getpid(), started(os.getpid()) or "")
 
 
 class Siblings:
@@ -47,13 +49,4 @@ class Siblings:
 
     def gone(self) -> int | None:
         """A rank whose process has ended, if any has."""
-        return next((rank for rank, it in self._others.items() if _started(it.pid) != it.started), None)
-
-
-def _started(pid: int) -> str | None:
-    """When a process started; None if it is no more, or waits to be collected."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in ("Z", "X") else fields[19]
+        return next((rank for rank, it in self._others.items() if started(it.pid) != it.started), None)

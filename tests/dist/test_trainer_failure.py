@@ -27,12 +27,12 @@ START_S = 120.0
 class _Run:
     """A job under way, in a session of its own."""
 
-    def __init__(self, folder: Path, start_method: str, fault: str) -> None:
+    def __init__(self, folder: Path, start_method: str, fault: str, script: str = "failing_job.py") -> None:
         self.folder = folder
         command = [sys.executable]
         if start_method == "torchrun":
             command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-        command += [str(ROOT / "tests" / "failing_job.py"), start_method, fault, str(folder)]
+        command += [str(ROOT / "tests" / script), start_method, fault, str(folder)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self.errors = folder / "stderr"
         with self.errors.open("wb") as errors, Path(folder, "stdout").open("wb") as output:
@@ -170,6 +170,7 @@ def test_all_ranks_end_when_one_fails(run: _Run, request: pytest.FixtureRequest)
     else:
         assert position in text
     assert error in text
+    assert text.count("raise ValueError(") == (fault in ("step", "worker", "start")), text
     died = fault in ("exit", "kill")
     scripts = start_method in ("popen", "torchrun")
     assert run.marks("exception") == 4 - died + (not scripts)
@@ -194,3 +195,35 @@ def test_no_process_outlives_the_one_that_was_started(run: _Run, signum: signal.
         run.wait_for(f"pid{rank}")
     run.process.send_signal(signum)
     assert run.end(time.time()) != 0
+
+
+@pytest.mark.parametrize(
+    ("start_method", "place", "signum"),
+    [
+        ("popen", "import", signal.SIGTERM),
+        ("popen", "meet", signal.SIGKILL),
+        ("forkserver", "meet", signal.SIGKILL),
+        pytest.param("fork", "meet", signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param("spawn", "meet", signal.SIGTERM, marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_no_rank_that_still_starts_outlives_its_launcher(
+    start_method: str, place: str, signum: signal.Signals, tmp_path: Path
+) -> None:
+    run = _Run(tmp_path, start_method, place, "starting_job.py")
+    ranks: list[psutil.Process] = []
+    try:
+        for rank in (0, 1) if place == "meet" else (1,):
+            run.wait_for(f"pid{rank}")
+            ranks.append(psutil.Process(int(Path(tmp_path, f"pid{rank}").read_text())))
+        run.process.send_signal(signum)
+        _, left = psutil.wait_procs([it for it in ranks if it.pid != run.process.pid], timeout=LIMIT_S)
+        assert not left, run.text
+        run.process.wait(LIMIT_S)
+    finally:
+        for process in ranks:
+            if process.is_running():
+                process.kill()
+        run.stop()
