@@ -96,7 +96,7 @@ class RunFigures:
         for one in self.slow:
             alone = sum(place.pp == one.place.pp for place in self.places) == 1
             if alone and one.phase in phases:
-                result[one.place.pp] -= one.excess_s
+                result[one.place.pp] = max(0.0, result[one.place.pp] - one.excess_s)
         return result
 
 
