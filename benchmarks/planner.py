@@ -129,6 +129,8 @@ def evaluate(path: Path = CSV) -> dict[str, Any]:
     without = json.loads(LEFT_OUT.read_text()) if LEFT_OUT.exists() else {}
     found = []
     for run in runs:
+        if run.faults:
+            left_out[run.id] = run.faults
         try:
             found.append(compare(run, without))
         except ConfigError as error:
@@ -219,7 +221,10 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=CSV, help="runs with the columns of published_runs.csv")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
-    result = evaluate(options.csv)
+    try:
+        result = evaluate(options.csv)
+    except ConfigError as error:
+        parser.error(str(error))
     print(json.dumps(result, indent=1) if options.json else as_text(result))
 
 

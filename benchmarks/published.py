@@ -7,6 +7,7 @@ cell is filled as a person would who knows only the others. docs/planner.md list
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ _PRESETS = re.compile(r"mixtral[ -]8x(7|22)b|llama[ -]?[23](\.1)?[ -](7|8|13|70|
 """Models whose shape is known from their name, where the columns do not give it."""
 _VOCAB = 51200
 """GPT-2's vocabulary, padded as Megatron pads it: where none is given."""
+
+
+COLUMNS = ("id", "gpu", "n_gpus", "layers", "hidden", "seq_len", "tp", "pp", "global_batch")
+"""Without these no row is a run; others may be missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +50,29 @@ class Run:
     """Whether that is the memory of the last stage, not of the fullest."""
     memory_of_device: bool
     """Whether the device was asked (nvidia-smi), which also counts CUDA's context and what the allocator holds."""
+    faults: str = ""
+    """Measured figures that cannot be, and are left out."""
 
 
 def read(path: Path = CSV) -> tuple[list[Run], dict[str, str]]:
-    """All rows from which a run can be made, and for the others what is missing."""
+    """All rows from which a run can be made, and for the others what is missing.
+
+    Raises:
+        ConfigError: If there is no such file, or it lacks columns without which no row is a run.
+    """
     runs, left_out = [], {}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            try:
-                runs.append(as_run(row))
-            except (ConfigError, ValueError, KeyError) as error:
-                left_out[row.get("id") or "?"] = str(error)
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    reader = csv.DictReader(lines)
+    if lacking := [name for name in COLUMNS if name not in (reader.fieldnames or ())]:
+        raise ConfigError(f"{path} lacks the columns {', '.join(lacking)}. {CSV.name} has all that are read.")
+    for row in reader:
+        try:
+            runs.append(as_run(row))
+        except (ConfigError, ValueError) as error:
+            left_out[row["id"] or f"line {reader.line_num}"] = str(error)
     return runs, left_out
 
 
@@ -68,7 +85,17 @@ def as_run(row: Mapping[str, str]) -> Run:
     shape = as_shape(row)
     cluster = as_cluster(row)
     layout = as_layout(row, shape, cluster)
-    seconds, measured_as = _step_time(row, shape, cluster, layout)
+    faults = []
+    try:
+        seconds, measured_as = _step_time(row, shape, cluster, layout)
+    except ValueError as error:
+        seconds, measured_as = None, ""
+        faults.append(str(error))
+    try:
+        memory = _measured(row, "mem_gb_per_gpu")
+    except ValueError as error:
+        memory = None
+        faults.append(str(error))
     return Run(
         id=row["id"],
         source=row.get("source") or "",
@@ -77,7 +104,8 @@ def as_run(row: Mapping[str, str]) -> Run:
         layout=layout,
         step_time_s=seconds,
         measured_as=measured_as,
-        memory_gb=_number(row, "mem_gb_per_gpu"),
+        memory_gb=memory,
+        faults="; ".join(faults),
         memory_of_device="nvidia-smi" in (row.get("flops_formula_note") or "").lower(),
         memory_of_last="last global rank" in (row.get("flops_formula_note") or "").lower(),
     )
@@ -173,7 +201,7 @@ def as_layout(row: Mapping[str, str], shape: ModelShape, cluster: Cluster) -> La
     if virtual is None:
         m = batch // (dp * micro)
         virtual = 1 if schedule or pp == 1 else _one_layer_chunks(shape.layers, pp, m)
-    split = None
+    split: str | tuple[int, ...] | None = "uniform"  # Megatron, DeepSpeed and torchtitan count layers
     if shape.layers < pp * virtual:
         virtual, split = _short_ends(shape.layers, pp, virtual)
     # Before Hopper, Megatron and DeepSpeed computed attention of short sequences unfused, which is what selective
@@ -226,11 +254,11 @@ def _one_layer_chunks(layers: int, stages: int, micro_batches: int) -> int:
     return next((total // stages for total in (layers, layers + 2, layers + 1) if total % stages == 0), 1)
 
 
-def _short_ends(layers: int, stages: int, virtual: int) -> tuple[int, tuple[int, ...] | None]:
+def _short_ends(layers: int, stages: int, virtual: int) -> tuple[int, tuple[int, ...] | str]:
     """Chunks where the first and the last are a layer short and have none."""
     if layers + 2 == stages * virtual:
         return virtual, (0, *[1] * layers, 0)
-    return max(1, layers // stages), None
+    return max(1, layers // stages), "uniform"
 
 
 def _largest_micro_batch(shape: ModelShape, samples: int, tp: int) -> int:
@@ -246,13 +274,13 @@ def _usual_heads(hidden: int, tensor_parallel: int) -> int:
 
 
 def _step_time(row: Mapping[str, str], shape: ModelShape, cluster: Cluster, layout: Layout) -> tuple[float | None, str]:
-    seconds, rate = _number(row, "step_time_s"), _number(row, "tokens_per_s_per_gpu")
+    seconds, rate = _measured(row, "step_time_s"), _measured(row, "tokens_per_s_per_gpu")
     if seconds:
         return seconds, "step time"
     tokens = layout.samples * shape.seq_len / cluster.world_size
     if rate:
         return tokens / rate, "tokens/s"
-    teraflops, note = _number(row, "tflops_per_gpu"), (row.get("flops_formula_note") or "").lower()
+    teraflops, note = _measured(row, "tflops_per_gpu"), (row.get("flops_formula_note") or "").lower()
     if not teraflops:
         return None, ""
     if "hardware flops" not in note and ("model flops" in note or "mfu" in note):
@@ -265,9 +293,21 @@ def _step_time(row: Mapping[str, str], shape: ModelShape, cluster: Cluster, layo
 
 def _number(row: Mapping[str, str], name: str) -> float | None:
     text = (row.get(name) or "").strip()
-    return float(text) if text else None
+    try:
+        return float(text) if text else None
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is no number") from None
+
+
+def _measured(row: Mapping[str, str], name: str) -> float | None:
+    number = _number(row, name)
+    if number is not None and not 0 < number < math.inf:
+        raise ValueError(f"{name}={row[name]} cannot have been measured")
+    return number
 
 
 def _whole(row: Mapping[str, str], name: str) -> int | None:
     number = _number(row, name)
+    if number is not None and not (number.is_integer() and number >= 0):
+        raise ValueError(f"{name}={row[name]} is no whole number")
     return None if number is None else int(number)

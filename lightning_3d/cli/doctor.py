@@ -22,6 +22,7 @@ from lightning_3d.cli.model_choice import (
     BuiltModel,
     build_class,
     build_hugging_face,
+    check_required,
     find_function,
     import_file_class,
 )
@@ -153,6 +154,9 @@ def _parse(args: list[str]) -> _Request:
     hugging_face = bool(choice) and ":" not in choice and "." not in choice and not _is_short_name(choice)
     path = import_file_class(choice) if ":" in choice else choice
     function = find_function(path) if "." in path and not hugging_face else None
+    if choice and not hugging_face and not is_help and "." in path:
+        given_names = {arg.removeprefix("--model.").split("=")[0].split(".")[0] for arg in args if "--model." in arg}
+        check_required(path, given_names | set(wanted.get("init_args") or {}))
     parser = _parser(None if hugging_face or not choice else path, function)
     if function is not None:
         parser.set_defaults({f"model.{name}": value for name, value in (wanted.get("init_args") or {}).items()})

@@ -15,12 +15,16 @@ from typing import Any
 
 import torch
 import yaml
+from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_3d.cli.command import CLI, FAILURE, STRATEGY, SUCCESS, Parser
 from lightning_3d.cli.dry_run_report import render
+from lightning_3d.cli.numbers import positive, whole
+from lightning_3d.cli.numbers import positive_number as seconds
 from lightning_3d.config import Sizes
 from lightning_3d.dry_run import Batch, Job, dry_run
 from lightning_3d.dry_run.comparison import Comparison, compare
@@ -95,15 +99,19 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--config", required=True, help="the recipe, as `lightning-3d fit --config` takes it")
-    parser.add_argument("--world-size", type=int, help="ranks of the job; by default those of the recipe or --cluster")
+    parser.add_argument(
+        "--world-size", type=positive, help="ranks of the job; by default those of the recipe or --cluster"
+    )
     parser.add_argument("--cluster", help="GPUs, such as a100-80g:128x8 (nodes x GPUs), to compare with")
-    parser.add_argument("--devices-per-node", type=int, help="by default those of the recipe or --cluster, else 8")
+    parser.add_argument("--devices-per-node", type=positive, help="default: of the recipe or --cluster, else 8")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--rank", type=int, help="run this rank")
+    which.add_argument("--rank", type=whole, help="run this rank")
     which.add_argument("--stages", default="all", help="all (the default), or numbers such as 0,1,15")
     parser.add_argument("--batch-shape", help="of one sample, such as 2049:int64, or input_ids=2048:int64,labels=...")
-    parser.add_argument("--batch-size", type=int, help="samples that a replica reads at once; by default the recipe's")
-    parser.add_argument("--limit-s", type=float, default=600.0, help="seconds after which to give up")
+    parser.add_argument(
+        "--batch-size", type=positive, help="samples that a replica reads at once; by default the recipe's"
+    )
+    parser.add_argument("--limit-s", type=seconds, default=600.0, help="seconds after which to give up")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -196,7 +204,7 @@ def _world(given: argparse.Namespace, cluster: Cluster | None, trainer: Mapping[
     nodes = trainer.get("num_nodes") or 1
     world = given.world_size or (cluster.world_size if cluster is not None else (devices or 1) * int(nodes))
     if world < 1:
-        raise ConfigError(f"--world-size {world} must be a positive whole number.")
+        raise ConfigError(f"num_nodes={nodes} x devices={devices} make no ranks: both are positive whole numbers.")
     return world, min(per_node or 8, world)
 
 
@@ -222,17 +230,8 @@ def _batch(given: argparse.Namespace, cli: LightningCLI, sizes: Sizes) -> Batch:
         size = max(1, total // sizes.dp // cli.trainer.accumulate_grad_batches)
     if given.batch_shape:
         return Batch(_described(given.batch_shape), size or 1)
-    loader = None
-    if cli.datamodule is not None:
-        cli.datamodule.trainer = cli.trainer
-        cli.datamodule.prepare_data()
-        cli.datamodule.setup("fit")
-        loader = cli.datamodule.train_dataloader()
-    else:
-        with contextlib.suppress(Exception):
-            loader = cli.model.train_dataloader()
-    if loader is not None:
-        example = next(iter(loader))
+    example = _of_loader(cli)
+    if example is not None:
         return Batch(example, size or batch_size_of(example))
     args, kwargs = next(itertools.islice(example_inputs(cli.model), 1), ((), {}))
     example = kwargs or (args[0] if len(args) == 1 else args)
@@ -242,6 +241,30 @@ def _batch(given: argparse.Namespace, cli: LightningCLI, sizes: Sizes) -> Batch:
             " as 2049:int64."
         )
     return Batch(example, size or batch_size_of(example))
+
+
+def _of_loader(cli: LightningCLI) -> Any:
+    """The first batch of the recipe's data; ``None`` without any. Files of tokens need not be there yet."""
+    data = cli.datamodule
+    if data is None and not is_overridden("train_dataloader", cli.model, LightningModule):
+        return None
+    try:
+        if data is None:
+            return next(iter(cli.model.train_dataloader()))
+        data.trainer = cli.trainer
+        data.prepare_data()
+        data.setup("fit")
+        return next(iter(data.train_dataloader()))
+    except Exception as error:
+        length = getattr(data, "sequence_length", None)
+        if isinstance(error, FileNotFoundError) and isinstance(length, int) and length > 0:
+            shape = f"{length + 1}:int64"
+            sys.stderr.write(f"note: {error} Until they are there, a sample is taken to be --batch-shape {shape}.\n")
+            return _described(shape)
+        raise ConfigError(
+            f"The data of the recipe cannot be loaded here: {type(error).__name__}: {error} Say what a sample looks"
+            " like instead, with --batch-shape, such as 2049:int64."
+        ) from error
 
 
 def _described(text: str) -> Any:

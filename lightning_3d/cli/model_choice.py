@@ -8,7 +8,7 @@ import inspect
 import json
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,30 @@ def find_function(class_path: str) -> Callable[..., Any] | None:
     raise ConfigError(
         f"{class_path} is an instance of {type(found).__name__}. Give a class of models or a function that returns one."
     )
+
+
+def check_required(class_path: str, given: Collection[str]) -> None:
+    """Refuse a class or function that takes arguments which are not given; what cannot be imported is for others.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    module_name, _, name = class_path.rpartition(".")
+    try:
+        found = inspect.signature(getattr(sys.modules.get(module_name) or importlib.import_module(module_name), name))
+    except Exception:
+        return
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    lacking = [
+        item.name
+        for item in found.parameters.values()
+        if item.kind in named and item.default is inspect.Parameter.empty and item.name not in given
+    ]
+    if lacking:
+        raise ConfigError(
+            f"{class_path} takes {', '.join(lacking)}, which {'is' if len(lacking) == 1 else 'are'} not given. Add"
+            f" {' '.join(f'--model.{item}=VALUE' for item in lacking)}."
+        )
 
 
 def build_class(class_path: str, build: Any) -> BuiltModel:

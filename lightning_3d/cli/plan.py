@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_3d.cli.did_you_mean import suggest
+from lightning_3d.cli.numbers import not_negative, positive
+from lightning_3d.cli.paths import check_writable, write_file
 from lightning_3d.cli.plan_page import page
 from lightning_3d.cli.plan_recipe import recipe
 from lightning_3d.cli.plan_table import render
@@ -54,15 +56,17 @@ def main(args: list[str]) -> int:
     unknown = [arg for arg in rest if arg.startswith("-") and not arg.startswith(("--model.", "--hf-config"))]
     if unknown or (rest and given.model is None):
         raise ConfigError(f"{(unknown or rest)[0]} is no option of plan. See lightning-3d plan --help.")
+    check_writable("--write", given.write)
+    check_writable("--html", given.html)
     job = _Job(given, rest)
     found = plan(
         job.shape, job.cluster, job.global_batch, fixed=job.fixed, reserve_gb=given.reserve_gb,
         all_schedules=given.all_schedules, tp_across_nodes=given.tp_across_nodes,
     )  # fmt: skip
     if given.write is not None:
-        _write(given.write, recipe(found, job.title, job.recipe, given.write.name))
+        write_file("--write", given.write, recipe(found, job.title, job.recipe, given.write.name))
     if given.html is not None:
-        _write(given.html, page(found, job.title, given.top))
+        write_file("--html", given.html, page(found, job.title, given.top))
     if given.json:
         print(json.dumps(_as_json(found, job.title), indent=2))
     else:
@@ -83,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
         " package.module.Class (with --model.ARGUMENT=VALUE for what it takes)")  # fmt: skip
     add("--config", metavar="RECIPE", help="a recipe whose model, batch, sequence length and precision are used")
     add("--cluster", metavar="GPU:NODESxGPUS", required=True, help="such as a100-80g:128x8, or a YAML file")
-    add("--global-batch", type=int, metavar="N", help="samples of an optimizer step")
-    add("--seq-len", type=int, metavar="N", help="tokens of a sample (default: the model's)")
+    add("--global-batch", type=positive, metavar="N", help="samples of an optimizer step")
+    add("--seq-len", type=positive, metavar="N", help="tokens of a sample (default: the model's)")
     add("--precision", choices=PRECISIONS, help="(default bf16-mixed)")
     for name, (_, text) in _OPTIONS.items():
         add(name, type=_sizes, metavar="N[,N...]", help=f"{text} (default: all that are legal)")
@@ -97,8 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--all-schedules", action="store_true", help="also those that can be simulated but not trained with yet")
     add("--tp-across-nodes", action="store_true", help="also tensor parallelism wider than a node")
-    add("--reserve-gb", type=float, metavar="GB", help="memory of a GPU that stays free (default 3 %%)")
-    add("--top", type=int, default=8, metavar="N", help="rows of the ranking (8)")
+    add("--reserve-gb", type=not_negative, metavar="GB", help="memory of a GPU that stays free (default 3 %%)")
+    add("--top", type=positive, default=8, metavar="N", help="rows of the ranking (8)")
     add("--json", action="store_true", help="print one JSON object")
     add("--write", type=Path, metavar="FILE", help="write a recipe for `lightning-3d fit --config FILE`")
     add("--html", type=Path, metavar="FILE", help="write a report with pictures")
@@ -126,7 +130,8 @@ class _Job:
         """What the user's recipe has, or what follows from ``--model``."""
         trainer = _section(self.recipe, "trainer")
         strategy = _section(_section(trainer, "strategy"), "init_args")
-        self.seq_len = given.seq_len or _section(_section(self.recipe, "data"), "init_args").get("sequence_length")
+        data = _section(_section(self.recipe, "data"), "init_args")
+        self.seq_len = data.get("sequence_length") if given.seq_len is None else given.seq_len
         self.title, self.shape = self._model(given, rest)
         batch = strategy.get("global_batch_size") if given.global_batch is None else given.global_batch
         if batch is None:
@@ -147,21 +152,27 @@ class _Job:
         if given.config is not None:
             return Path(given.config).name, self._read_off(["--config", given.config, *rest])
         path = Path(given.model)
+        arguments = _arguments(rest)
         if path.suffix == ".json" or (path / "config.json").is_file():
+            if arguments:
+                raise ConfigError(
+                    f"--model.{next(iter(arguments))} is for a class or a name of the planner; {path} is a file that"
+                    " says all of its model. Change it there."
+                )
             self.recipe["model"] = {
                 "class_path": "lightning_3d.models.CausalLM",
                 "init_args": {"config": str(path.parent if path.name == "config.json" else path)},
             }
             return str(path), _shape_of_file(path / "config.json" if path.is_dir() else path, self.seq_len)
         try:
-            changes = {} if self.seq_len is None else {"seq_len": self.seq_len}
-            return given.model, preset(given.model, **changes)
+            known = preset(given.model)
         except ConfigError:
             if "." not in given.model and ":" not in given.model:
                 raise
+        else:
+            return given.model, _changed(known, arguments, self.seq_len)
         if given.write is not None and ":" in given.model:
             raise ConfigError(f"--write needs a class that recipes can name: package.module.Class, not {given.model}.")
-        arguments = _arguments(rest)
         self.recipe["model"] = {"class_path": given.model, **({"init_args": arguments} if arguments else {})}
         return given.model, self._read_off(["--model", given.model, *rest])
 
@@ -188,12 +199,36 @@ def _arguments(rest: Sequence[str]) -> dict[str, Any]:
     """What ``--model.NAME VALUE`` or ``--model.NAME=VALUE`` give, as a recipe would have it."""
     import yaml
 
-    found = {}
-    for arg, following in itertools.zip_longest(rest, rest[1:], fillvalue=""):
-        name, equals, value = arg.removeprefix("--model.").partition("=")
-        if arg.startswith("--model."):
-            found[name] = yaml.safe_load(value if equals else following)
+    found: dict[str, Any] = {}
+    left = iter(rest)
+    for arg in left:
+        name, equals, value = arg.partition("=")
+        if not name.startswith("--"):
+            raise ConfigError(f"{arg} belongs to no option of plan. See lightning-3d plan --help.")
+        value = value if equals else next(left, "")
+        if name.startswith("--model."):
+            try:
+                found[name.removeprefix("--model.")] = yaml.safe_load(value)
+            except yaml.YAMLError as error:
+                raise ConfigError(f"{name}={value} is not YAML: {error}") from error
     return found
+
+
+def _changed(shape: ModelShape, changes: Mapping[str, Any], seq_len: int | None) -> ModelShape:
+    """A shape known by name, with fields given as ``--model.FIELD=VALUE``."""
+    names = [field.name for field in fields(ModelShape)]
+    for name, value in changes.items():
+        if name not in names:
+            near = suggest(name, names, prefix="model.")
+            raise ConfigError(f"--model.{name} is no part of a shape.{near} There are: {', '.join(names)}.")
+        flag = isinstance(getattr(shape, name), bool) or name in ("biases", "learned_positions", "dropout")
+        if value is not None and (name == "norm") + 2 * flag != isinstance(value, str) + 2 * isinstance(value, bool):
+            raise ConfigError(f"--model.{name}={value} must be {'true or false' if flag else 'a whole number'}.")
+    if seq_len is not None:
+        if changes.get("seq_len", seq_len) != seq_len:
+            raise ConfigError(f"--seq-len {seq_len} and --model.seq_len={changes['seq_len']} differ. Give one of them.")
+        changes = {**changes, "seq_len": seq_len}
+    return replace(shape, **changes)
 
 
 def _recipe(path: str | None) -> dict[str, Any]:
@@ -240,11 +275,6 @@ def _recomputations(text: str | None) -> list[str | int | None] | None:
             raise ConfigError(f"--recompute {part!r} is not known. Use none, full, or a number k for every k-th block.")
         found.append(None if part == "none" else "full" if part == "full" else int(part))
     return found
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
 
 
 def _as_json(found: Plan, title: str) -> dict[str, Any]:

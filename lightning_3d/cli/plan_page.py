@@ -7,7 +7,7 @@ from html import escape
 from lightning_3d.cli.plan_table import HEADINGS, row
 from lightning_3d.pictures import Bar, Panel, draw_bars, draw_timelines, svg
 from lightning_3d.pictures.colours import SERIES
-from lightning_3d.planner import Candidate, Plan
+from lightning_3d.planner import Candidate, ModelShape, Plan
 from lightning_3d.schedules import SCHEDULES, build, simulate
 
 _STYLE = """
@@ -69,7 +69,7 @@ idle time of stages, of the total time. The last four columns are shares of the 
 <h2>Memory of the first layout</h2>
 <div class="scroll">{_memory(found)}</div>
 <h2>A step of the first layout</h2>
-<div class="scroll">{_timeline(best)}</div>
+<div class="scroll">{_timeline(shape, best)}</div>
 {f"<h2>The same sizes with other settings</h2><ul>{variants}</ul>" if variants else ""}
 {f"<h2>Not possible</h2><ul>{refused}</ul>" if refused else ""}
 </body></html>
@@ -114,7 +114,7 @@ def _memory(found: Plan) -> str:
     return svg(draw_bars(bars, "GB on a rank, at its peak", "Memory by kind", limit, width=_WIDTH))
 
 
-def _timeline(best: Candidate) -> str:
+def _timeline(shape: ModelShape, best: Candidate) -> str:
     layout, found = best.layout, best.estimate
     name = layout.schedule_name
     if layout.pipeline_parallel == 1 or name not in SCHEDULES:
@@ -129,6 +129,6 @@ def _timeline(best: Candidate) -> str:
     if SCHEDULES[name].splits_backward:
         backward = [whole - part for whole, part in zip(backward, weight, strict=True)]
     timeline = simulate(schedule, forward, backward, 1e3 * found.message_s, weight_time=weight)
-    layers = layout.chunk_layers(sum(layout.pipeline_split) if layout.pipeline_split else layout.num_chunks)
+    layers = layout.chunk_layers(shape)
     kept = [size * layout.pipeline_parallel / sum(layers) for size in layers]
     return note + svg(draw_timelines([Panel(schedule, timeline, kept, "ms")], _WIDTH))

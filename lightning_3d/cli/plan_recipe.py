@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.planner import ModelShape, Plan
+from lightning_3d.planner import Cluster, ModelShape, Plan
 from lightning_3d.planner.gpus import CPU
 from lightning_3d.schedules import ENGINE_SCHEDULES
 
@@ -97,6 +97,9 @@ def _head(found: Plan, title: str, name: str) -> str:
         "",
         "Before the first start: look through data, learning rate and max_steps.",
         "",
+        "What a rank holds and sends, told on any machine before the job is queued:",
+        f"  lightning-3d dry-run --config {name} {_cluster_option(cluster)}",
+        "",
         "torchrun, on every node, with HOST one of them:",
         f"  torchrun {nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 --rdzv-id=train \\",
         f"    -m lightning_3d fit --config {name}",
@@ -107,6 +110,13 @@ def _head(found: Plan, title: str, name: str) -> str:
         f"  srun lightning-3d fit --config {name}",
     ]
     return "\n".join(f"# {line}".rstrip() for line in lines)
+
+
+def _cluster_option(cluster: Cluster) -> str:
+    """What tells the dry run of the cluster; of a GPU that no table has, only how many there are."""
+    if isinstance(cluster.gpu, str):
+        return f"--cluster {cluster}"
+    return f"--world-size {cluster.world_size} --devices-per-node {cluster.ranks_per_node}"
 
 
 def _data(shape: ModelShape) -> dict[str, Any]:

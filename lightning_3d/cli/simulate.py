@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_3d.cli.did_you_mean import suggest
+from lightning_3d.cli.numbers import not_negative, positive, positive_number
+from lightning_3d.cli.paths import check_writable, write_file
 from lightning_3d.errors import ConfigError
 from lightning_3d.pictures import Panel, chrome_trace, draw_timelines, png, svg
 from lightning_3d.pictures.axes import number
@@ -43,6 +45,7 @@ def main(args: list[str]) -> int:
     for path in given.output:
         if path.suffix not in _SUFFIXES:
             raise ConfigError(f"--output {path}: the name must end in one of {', '.join(_SUFFIXES)}.")
+        check_writable("--output", path)
     panels = [_panel(name, given) for name in _names(given.schedule, given.virtual_stages)]
     for path in given.output:
         _write(path, panels, given.width)
@@ -62,20 +65,31 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--stages", type=int, required=True, metavar="P", help="pipeline ranks")
-    add("--micro-batches", type=int, required=True, metavar="M", help="micro-batches of a step")
+    add("--stages", type=positive, required=True, metavar="P", help="pipeline ranks")
+    add("--micro-batches", type=positive, required=True, metavar="M", help="micro-batches of a step")
     add("--schedule", default="1f1b", metavar="NAME[,NAME...]", help=f"any of {', '.join(SCHEDULES)}; or 'all'")
-    add("--virtual-stages", type=int, metavar="V", help="chunks per rank where a schedule can have several (default 2)")
+    add(
+        "--virtual-stages",
+        type=positive,
+        metavar="V",
+        help="chunks per rank where there can be several (2)",
+    )
     times = "one number, or a list over the model from its first layers to its last"
     add("--forward-times", type=_numbers, default=[1.0], metavar="T[,T...]", help=f"of a stage: {times}")
     add("--backward-times", type=_numbers, metavar="T[,T...]", help="whole backward (default: twice the forward)")
-    add("--weight-share", type=float, default=0.5, metavar="X", help="part of a backward that is for weights (0.5)")
-    add("--send-time", type=float, default=0.0, metavar="T", help="time that a message travels (0)")
+    add(
+        "--weight-share",
+        type=not_negative,
+        default=0.5,
+        metavar="X",
+        help="part of a backward that is for weights",
+    )
+    add("--send-time", type=not_negative, default=0.0, metavar="T", help="time that a message travels (0)")
     add("--unit", default="", metavar="UNIT", help="unit of the times, such as ms")
     add("--activation-gb", type=_numbers, metavar="GB[,GB...]", help="what a stage keeps of one micro-batch")
     add("-o", "--output", type=Path, nargs="+", action="extend", default=[], metavar="FILE",
         help="write a picture (.svg, .png) or a trace for Perfetto (.json)")  # fmt: skip
-    add("--width", type=float, metavar="PIXELS", help="of the picture (default: enough for its numbers)")
+    add("--width", type=positive_number, metavar="PIXELS", help="of the picture (default: enough for its numbers)")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -106,7 +120,7 @@ def _names(text: str, virtual_stages: int | None) -> list[str]:
 
 
 def _panel(name: str, given: argparse.Namespace) -> Panel:
-    virtual_stages = SCHEDULES[name].virtual_stages or given.virtual_stages or 2
+    virtual_stages = SCHEDULES[name].virtual_stages or (2 if given.virtual_stages is None else given.virtual_stages)
     schedule = build(name, given.stages, virtual_stages, given.micro_batches)
     backward_times = given.backward_times or [2 * time for time in given.forward_times]
     if not 0 <= given.weight_share <= 1 or given.send_time < 0:
@@ -150,13 +164,13 @@ def _per_chunk(option: str, values: Sequence[float], stages: int, chunks: int) -
 
 
 def _write(path: Path, panels: Sequence[Panel], width: float | None) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json":
-        path.write_text(json.dumps(chrome_trace(panels)))
+        content: str | bytes = json.dumps(chrome_trace(panels))
     elif path.suffix == ".svg":
-        path.write_text(svg(draw_timelines(panels, width)))
+        content = svg(draw_timelines(panels, width))
     else:
-        path.write_bytes(png(draw_timelines(panels, width)))
+        content = png(draw_timelines(panels, width))
+    write_file("--output", path, content)
 
 
 def _as_json(panel: Panel) -> dict[str, Any]:

@@ -110,7 +110,8 @@ class TokenFiles(LightningDataModule):
         seed: Decides the order of the training samples, and nothing else.
 
     Raises:
-        ValueError: If no file matches, or one holds no tokens.
+        FileNotFoundError: If no file matches a pattern.
+        ValueError: If a file holds no tokens.
     """
 
     def __init__(
@@ -175,7 +176,9 @@ class TokenFiles(LightningDataModule):
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
             found = sorted(glob.glob(pattern, recursive=True))
             if not found:
-                raise ValueError(f"No file matches {pattern!r} (seen from {Path.cwd()}): give a path or a pattern.")
+                raise FileNotFoundError(
+                    f"No file matches {pattern!r} (seen from {Path.cwd()}): give a path or a pattern."
+                )
             files += map(Path, found)
         return TokenWindows(files, self.sequence_length, self.dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.planner import checks
 from lightning_3d.planner.gpus import GPU, gpu
 
-_SIZES = re.compile(r"(\d+)(?:\s*[x×*]\s*(\d+))?")
+_SIZES = re.compile(r"(\d+)(?:\s*[xX×*]\s*(\d+))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,11 +139,7 @@ class Cluster:
             raise ConfigError(f"cluster={str(path)!r} is not YAML: {error}") from error
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(content, dict) or "gpu" not in content or not content.keys() <= names:
-            extra = sorted(content.keys() - names) if isinstance(content, dict) else []
-            raise ConfigError(
-                f"cluster={str(path)!r} must be a mapping with 'gpu' and any of {', '.join(sorted(names - {'gpu'}))}"
-                + (f"; it has {', '.join(map(str, extra))}." if extra else ".")
-            )
+            raise ConfigError(_misread(path, content, names))
         if isinstance(content["gpu"], dict):
             try:
                 content["gpu"] = GPU(**content["gpu"])
@@ -154,3 +151,21 @@ class Cluster:
 
     def __str__(self) -> str:
         return f"{self.device.name}:{self.num_nodes}x{self.ranks_per_node}"
+
+
+def _misread(path: str | Path, content: object, names: set[str]) -> str:
+    """What a file of a cluster lacks, or has too much."""
+    text = f"cluster={str(path)!r} must be a mapping with 'gpu' and any of {', '.join(sorted(names - {'gpu'}))}"
+    if not isinstance(content, dict):
+        return text + "."
+    lower = {name.lower(): name for name in names}
+    extra = sorted(str(key) for key in content.keys() - names)
+    faults = [f"it has {', '.join(extra)}"] if extra else []
+    faults += [
+        f"did you mean {lower[near[0]]!r}"
+        for key in extra
+        if (near := difflib.get_close_matches(key.lower(), lower, n=1))
+    ]
+    if "gpu" not in content:
+        faults.append("'gpu' is missing")
+    return f"{text}; {'; '.join(faults)}."

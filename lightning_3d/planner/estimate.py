@@ -94,7 +94,7 @@ def estimate(
     links = Links(cluster, known)
     model = LayerModel(shape, layout, kernels, links)
     layer, head, embedding = model.layer(), model.head(), model.embedding()
-    chunks = layout.chunk_layers(shape.layers)
+    chunks = layout.chunk_layers(shape)
     last = layout.num_chunks - 1
     parts = [_chunk(layer, n, embedding if c == 0 else None, head if c == last else None) for c, n in enumerate(chunks)]
 

@@ -14,13 +14,25 @@ if TYPE_CHECKING:
 
 SAME = 0.005
 """Difference of step times that no prediction can tell."""
+TIME_ERROR = 0.05
+"""Difference of step times that is smaller than the error of the predictions; docs/planner.md has the figures."""
+MEMORY_ERROR = 0.04
+"""Error of the predicted memory, as a fraction of what a GPU offers."""
 _WORTH_SAYING = 0.3
 """Part of the loss that a second cause must have to be named too."""
 
 
-def compare(best: Candidate, other: Candidate) -> str:
+def is_tight(estimate: Estimate, usable_gb: float) -> bool:
+    """Whether less memory is left than its prediction may be wrong by."""
+    return estimate.device_memory_gb > (1 - MEMORY_ERROR) * usable_gb
+
+
+def compare(best: Candidate, other: Candidate, usable_gb: float) -> str:
     """What ``other`` loses by against ``best``: ``"+12%: 27% of the step waits for other stages ..."``."""
     lost, causes = _loss(best, other)
+    if lost <= SAME and is_tight(other.estimate, usable_gb) and not is_tight(best.estimate, usable_gb):
+        left = usable_gb - other.estimate.device_memory_gb
+        causes = f"leaves {left:.1f} GB of memory, less than the error of its prediction"
     return f"{lost:+.1%}" + (f": {causes}" if causes else "")
 
 
@@ -127,10 +139,17 @@ def reason(
         f"It fits {recompute} ({found.device_memory_gb:.0f} of {usable_gb:.0f} GB usable) and spends"
         f" {found.time_share['compute']:.0%} of the step in kernels."
     )
-    if others:
-        second = others[0]
-        lost, causes = _loss(best, second)
-        text += f" The next sizes, {_sizes(second.layout)}, are {lost:.1%} slower: {causes}."
+    passed_over = min(others, key=lambda one: one.estimate.step_time_s, default=None)
+    if passed_over is not None and passed_over.estimate.step_time_s < (1 - SAME) * found.step_time_s:
+        gained, left = -_loss(best, passed_over)[0], usable_gb - passed_over.estimate.device_memory_gb
+        text += (
+            f" {_sizes(passed_over.layout)} is {gained:.1%} faster on paper, which is within the error of a prediction,"
+            f" but leaves {left:.1f} GB, which is within the error of its memory."
+        )
+    slower = [one for one in others if one.estimate.step_time_s >= (1 - SAME) * found.step_time_s]
+    if slower:
+        lost, causes = _loss(best, slower[0])
+        text += f" The next sizes, {_sizes(slower[0].layout)}, are {lost:.1%} slower: {causes}."
     own = layout.tensor_parallel * layout.pipeline_parallel
     smaller = [
         (sizes, needed) for sizes, (needed, _) in least.items() if sizes.tp * sizes.pp < own and needed > usable_gb

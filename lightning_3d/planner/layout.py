@@ -9,10 +9,13 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.partition import explicit, uniform
 from lightning_3d.planner import checks
 from lightning_3d.planner.pipeline import SCHEDULE_NAMES
+from lightning_3d.planner.shape import ModelShape
+from lightning_3d.planner.split import balanced_split
 from lightning_3d.schedules import SCHEDULES
 
 PRECISIONS = ("bf16-mixed", "16-mixed", "bf16-true", "16-true", "32-true", "64-true", "fp8")
 CHECKPOINTINGS = ("full", "selective", "operators")
+SPLITS = ("flops", "uniform")
 OFFLOADS = (None, "optimizer", "parameters")
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -65,8 +68,9 @@ class Layout:
     """What lies in host memory: ``None``, ``"optimizer"`` states, or ``"parameters"`` too."""
     precision: str = "bf16-mixed"
     """A precision of Lightning, or ``"fp8"`` for matrix products in 8 bits."""
-    pipeline_split: tuple[int, ...] | None = None
-    """Layers of every chunk; ``None``: as even as possible."""
+    pipeline_split: tuple[int, ...] | str | None = None
+    """Layers of every chunk; ``None`` or ``"flops"``: as the strategy's default balances them, the head being work too;
+    ``"uniform"``: the same number in each, as Megatron has it."""
     reduce_dtype: str = "float32"
     """Type in which gradients are kept and summed."""
     keeps_16bit_gradients: bool = False
@@ -113,6 +117,11 @@ class Layout:
                 f"schedule={self.schedule!r} runs {chunks} chunk(s) per pipeline rank, but virtual_stages="
                 f"{self.virtual_stages}. Use virtual_stages={chunks} or schedule='interleaved_1f1b'."
             )
+        if chunks is None and self.virtual_stages == 1:
+            raise ConfigError(
+                f"schedule={self.schedule!r} gives every pipeline rank several chunks, but virtual_stages=1. Use"
+                " virtual_stages=2 or more, or schedule='1f1b'."
+            )
         value = self.activation_checkpointing
         if isinstance(value, str):
             checks.one_of("activation_checkpointing", value, (None, *CHECKPOINTINGS))
@@ -120,8 +129,11 @@ class Layout:
             checks.positive(
                 "activation_checkpointing", value, also=", one of 'full', 'selective', 'operators', or None"
             )
-        if self.pipeline_split is not None:
-            object.__setattr__(self, "pipeline_split", tuple(self.pipeline_split))
+        if isinstance(self.pipeline_split, str):
+            checks.one_of("pipeline_split", self.pipeline_split, SPLITS)
+        if self.pipeline_split is not None and self.pipeline_split != "uniform":
+            split = None if self.pipeline_split == "flops" else tuple(self.pipeline_split)
+            object.__setattr__(self, "pipeline_split", split)
         if self.data_parallel % self.expert_parallel:
             raise ConfigError(
                 f"expert_parallel={self.expert_parallel} must divide data_parallel={self.data_parallel}: experts are"
@@ -180,22 +192,26 @@ class Layout:
         """Bytes of a gradient element as it is kept and summed."""
         return _DTYPE_BYTES[self.reduce_dtype]
 
-    def chunk_layers(self, layers: int) -> Sequence[int]:
-        """Layers of every chunk of a model of ``layers``.
+    def chunk_layers(self, shape: ModelShape) -> Sequence[int]:
+        """Layers of every chunk of a model.
 
         Raises:
             ConfigError: If there are more chunks than layers, or ``pipeline_split`` does not fit.
         """
-        if self.pipeline_split is not None:
+        layers = shape.layers
+        if isinstance(self.pipeline_split, tuple):
             if min(self.pipeline_split[0], self.pipeline_split[-1]) == 0:
                 self._check_empty_ends(layers)
                 return self.pipeline_split
             return explicit(self.pipeline_split, layers, self.num_chunks)
-        return uniform(layers, self.num_chunks)
+        even = uniform(layers, self.num_chunks)  # refuses more chunks than layers
+        if self.pipeline_split == "uniform" or self.pipeline_parallel == 1:
+            return even
+        return balanced_split(shape, self.pipeline_parallel, self.virtual_stages) or even
 
     def _check_empty_ends(self, layers: int) -> None:
         """Published runs gave the embedding or the head a chunk of its own; the strategy cannot."""
-        split = self.pipeline_split or ()
+        split = tuple(size for size in self.pipeline_split or () if isinstance(size, int))
         if len(split) != self.num_chunks or sum(split) != layers or min(split[1:-1], default=1) < 1:
             raise ConfigError(
                 f"pipeline_split={list(split)} must have {self.num_chunks} sizes that add up to {layers} layers; only"

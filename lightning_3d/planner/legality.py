@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-from lightning_3d.partition import balance_ranks
 from lightning_3d.planner.cluster import Cluster
-from lightning_3d.planner.flops import attention_flops, layer_weights
 from lightning_3d.planner.layout import Layout
 from lightning_3d.planner.shape import ModelShape
+from lightning_3d.planner.split import balanced_split
 from lightning_3d.schedules import ENGINE_SCHEDULES, SCHEDULES
 
 MOST_CHUNKS = 8
@@ -122,27 +120,34 @@ def pipelines(
             yield name, v
 
 
+def one_sized(name: str) -> bool:
+    """Whether a schedule has its own number of chunks per stage."""
+    return name not in SCHEDULES or SCHEDULES[name].virtual_stages is not None
+
+
+def pipeline_fault(shape: ModelShape, sizes: Sizes, global_batch: int, fixed: Mapping[str, Any]) -> str:
+    """Why no schedule or micro-batch that was asked for can run on ``sizes``."""
+    samples = global_batch // sizes.dp
+    if not micro_batch_sizes(samples, fixed):
+        wanted = " or ".join(map(str, values(fixed, "micro_batch_size", None)))
+        return f"micro-batches of {wanted} do not divide the {samples} samples of a replica"
+    chunks, most = values(fixed, "virtual_stages", 1), shape.layers // sizes.pp
+    if min(chunks) > most:
+        return f"{min(chunks)} chunks per stage, but {shape.layers} layers make at most {most}"
+    names = values(fixed, "schedule", tuple(ENGINE_SCHEDULES))
+    if sizes.pp == 1 and "1f1b" not in names:
+        return f"{', '.join(names)} needs stages"
+    if min(chunks) > 1 and (sizes.pp == 1 or all(one_sized(name) for name in names)):
+        what = "one stage" if sizes.pp == 1 else ", ".join(names)
+        return f"{what} cannot have {min(chunks)} chunks per stage (interleaved_1f1b on several stages can)"
+    return f"an interleaved schedule needs a multiple of {sizes.pp} micro-batches and two chunks per stage at least"
+
+
 def _chunks(layers: int, stages: int) -> list[int]:
     """Chunks per rank worth trying: those that make equal ones, or a few if none does."""
     most = min(MOST_CHUNKS, layers // stages)
     equal = [v for v in range(2, most + 1) if layers % (stages * v) == 0]
     return equal or [v for v in (2, 3, 4, 6, 8) if v <= most]
-
-
-@lru_cache(maxsize=512)
-def balanced_split(shape: ModelShape, stages: int, virtual_stages: int) -> tuple[int, ...] | None:
-    """Layers of every chunk as the strategy's ``pipeline_split="flops"`` has them; ``None`` if all are equal.
-
-    The head is work like layers are; the last stage gets fewer of them where it is worth one.
-    """
-    dense, core = layer_weights(shape), attention_flops(shape, shape.causal) / 2
-    costs = [
-        int(core + (layer_weights(shape, moe=True) if shape.experts and layer >= shape.dense_layers else dense))
-        for layer in range(shape.layers)
-    ]
-    costs[-1] += shape.vocab * shape.hidden
-    split = tuple(balance_ranks(costs, stages, virtual_stages))
-    return split if len(set(split)) > 1 else None
 
 
 def layouts(

@@ -153,7 +153,7 @@ def stage_memory(shape: ModelShape, layout: Layout) -> tuple[StageMemory, ...]:
     """Memory of a rank of every stage at its peak."""
     p, v, d = layout.pipeline_parallel, layout.virtual_stages, layout.data_parallel * layout.context_parallel
     name = layout.schedule_name
-    chunk_layers = layout.chunk_layers(shape.layers)
+    chunk_layers = layout.chunk_layers(shape)
     owners = chunk_ranks(name, p, v)
     last = layout.num_chunks - 1
     element = {"32-true": 4, "64-true": 8}.get(layout.precision, 2) / 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_3d.planner.cluster import Cluster
 from lightning_3d.planner.estimate import Estimate
+from lightning_3d.planner.explain import MEMORY_ERROR
 from lightning_3d.planner.layout import Layout
 from lightning_3d.planner.memory import chunk_parameters
 from lightning_3d.planner.pipeline import pipeline_time
@@ -13,7 +14,6 @@ MICRO_BATCHES_PER_STAGE = 4
 """With fewer of them the bubble is worth a warning."""
 TILE = 128
 """Sides of matrices that are multiples of it fill the tiles of matrix products."""
-_SPARE = 0.04
 _EXPOSED = 0.1
 
 
@@ -93,7 +93,7 @@ def _sharding_in_every_micro_batch(shape: ModelShape, layout: Layout) -> str | N
 
 def _tight_memory(estimate: Estimate, usable_gb: float) -> str | None:
     spare = usable_gb - estimate.device_memory_gb
-    if spare < 0 or spare > _SPARE * usable_gb:
+    if spare < 0 or spare > MEMORY_ERROR * usable_gb:
         return None
     return (
         f"Memory is tight: {spare:.1f} GB of {usable_gb:.1f} GB are left on the fullest rank, less than the error of"
@@ -126,8 +126,8 @@ def _heads(shape: ModelShape, layout: Layout) -> str | None:
 
 
 def _uneven_stages(shape: ModelShape, layout: Layout) -> str | None:
-    chunks = layout.chunk_layers(shape.layers)
-    if max(chunks) == min(chunks) or layout.pipeline_split is not None:
+    chunks = layout.chunk_layers(shape)
+    if max(chunks) == min(chunks) or layout.pipeline_split != "uniform":
         return None
     lost = max(chunks) * len(chunks) / shape.layers - 1
     return (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -11,10 +12,19 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.planner import checks, rules
 from lightning_3d.planner.cluster import Cluster
 from lightning_3d.planner.estimate import Estimate, estimate
-from lightning_3d.planner.explain import SAME, compare, reason, setting
+from lightning_3d.planner.explain import SAME, TIME_ERROR, compare, is_tight, reason, setting
 from lightning_3d.planner.gpus import CPU
 from lightning_3d.planner.layout import Layout
-from lightning_3d.planner.legality import SEARCHED, Sizes, all_sizes, layouts, micro_batch_sizes, pipelines
+from lightning_3d.planner.legality import (
+    SEARCHED,
+    Sizes,
+    all_sizes,
+    divisors,
+    layouts,
+    micro_batch_sizes,
+    pipeline_fault,
+    pipelines,
+)
 from lightning_3d.planner.memory import GB, stage_memory
 from lightning_3d.planner.shape import ModelShape
 
@@ -105,6 +115,10 @@ def plan(
     _check(fixed, cluster)
     checks.positive("global_batch", global_batch)
     usable = cluster.gpu_memory_gb - (RESERVE * cluster.gpu_memory_gb if reserve_gb is None else reserve_gb)
+    if not 0 < usable <= cluster.gpu_memory_gb:
+        raise ConfigError(
+            f"reserve_gb={reserve_gb} must lie between 0 and the {cluster.gpu_memory_gb:g} GB of a GPU of {cluster}."
+        )
     sizes, illegal = all_sizes(shape, cluster, global_batch, fixed, tp_across_nodes)
     search = _Search(shape, cluster, global_batch, fixed, usable, all_schedules)
     for one in sizes:
@@ -113,11 +127,13 @@ def plan(
     refusals += [Refusal(str(one), search.fault(one)) for one in sizes if not search.fitting.get(one)]
     if not any(search.fitting.values()):
         raise ConfigError(_nothing(shape, cluster, global_batch, usable, refusals, search))
-    groups = sorted((_ranked(group) for group in search.fitting.values() if group), key=lambda group: _rank(group[0]))
-    best = groups[0][0]
-    ranking = [best, *(replace(g[0], why=compare(best, g[0])) for g in groups[1:])]
+    fitting = [group for group in search.fitting.values() if group]
+    best = first([one for group in fitting for one in group], usable)
+    groups = sorted((_ranked(group, usable) for group in fitting if best not in group), key=lambda g: _rank(g[0]))
+    own = sorted((one for group in fitting if best in group for one in group if one is not best), key=_rank)
+    ranking = [best, *(replace(g[0], why=compare(best, g[0], usable)) for g in groups)]
     variants = [
-        replace(other, why=f"{setting(best.layout, other.layout)}: {compare(best, other)}") for other in groups[0][1:]
+        replace(other, why=f"{setting(best.layout, other.layout)}: {compare(best, other, usable)}") for other in own
     ]
     return Plan(
         shape=shape,
@@ -177,18 +193,30 @@ class _Search:
     def fault(self, sizes: Sizes) -> str:
         """Why nothing of these sizes fits."""
         if sizes not in self.least:
-            return "no schedule or micro-batch that was asked for fits these sizes"
+            return pipeline_fault(self.shape, sizes, self.batch, self.fixed)
         needed, layout = self.least[sizes]
         return f"needs {needed:.0f} GB at least, of {self.usable:.0f} GB usable ({setting(None, layout)})"
 
 
-def _ranked(group: list[Candidate]) -> list[Candidate]:
-    """Fastest first; before them the simplest of those that are as fast: of fewest chunks, then of least memory."""
-    order = sorted(group, key=_rank)
-    fastest = order[0].estimate.step_time_s
-    same = [candidate for candidate in order if candidate.estimate.step_time_s <= (1 + SAME) * fastest]
-    first = min(same, key=lambda one: (one.layout.virtual_stages, one.estimate.device_memory_gb))
-    return [first, *(candidate for candidate in order if candidate is not first)]
+def first(candidates: Sequence[Candidate], usable_gb: float) -> Candidate:
+    """The one to take.
+
+    Of those that no prediction can tell from the fastest, one whose memory has room for the error of the prediction if
+    there is any, else all; of them the fastest; and before that one the simplest of those that are as fast: of fewest
+    chunks, then of least memory.
+    """
+    order = sorted(candidates, key=_rank)
+    if is_tight(order[0].estimate, usable_gb):
+        limit = (1 + TIME_ERROR) * order[0].estimate.step_time_s
+        roomy = [one for one in order if not is_tight(one.estimate, usable_gb)]
+        order = [one for one in roomy if one.estimate.step_time_s <= limit] or order
+    same = [one for one in order if one.estimate.step_time_s <= (1 + SAME) * order[0].estimate.step_time_s]
+    return min(same, key=lambda one: (one.layout.virtual_stages, one.estimate.device_memory_gb))
+
+
+def _ranked(group: list[Candidate], usable_gb: float) -> list[Candidate]:
+    best = first(group, usable_gb)
+    return [best, *(candidate for candidate in sorted(group, key=_rank) if candidate is not best)]
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:
@@ -211,8 +239,19 @@ def _check(fixed: Mapping[str, Any], cluster: Cluster) -> None:
     if cluster.world_size % product:
         raise ConfigError(
             f"The sizes that are fixed multiply to {product}, which does not divide the {cluster.world_size} GPUs of"
-            f" {cluster}. Change one of them, or the cluster."
+            f" {cluster}. {_other_sizes(fixed, cluster.world_size)}"
         )
+
+
+def _other_sizes(fixed: Mapping[str, Any], world: int) -> str:
+    """Which size could be changed to what."""
+    given = {name: fixed[name] for name in SEARCHED[:4] if isinstance(fixed.get(name), int)}
+    ways = []
+    for name in given:
+        others = math.prod(size for other, size in given.items() if other != name)
+        if world % others == 0:
+            ways.append(f"{name}={' or '.join(map(str, divisors(world // others)))}")
+    return f"With the others kept, {'; or '.join(ways)} can work." if ways else "Change several, or the cluster."
 
 
 def _nothing(

@@ -13,10 +13,11 @@ from lightning_3d.config import ParallelConfig, Sizes, micro_batch_count
 from lightning_3d.errors import ConfigError, ThreeDError
 from lightning_3d.planner import Cluster, Layout, ModelShape, StageMemory, estimate
 from lightning_3d.planner.gpus import CPU
-from lightning_3d.planner.legality import balanced_split, divisors
+from lightning_3d.planner.legality import divisors
 from lightning_3d.planner.memory import GB, stage_memory
 from lightning_3d.planner.reading import shape_of_module
 from lightning_3d.planner.search import RESERVE
+from lightning_3d.planner.split import balanced_split
 from lightning_3d.trainer.holdings import fullest_rank
 from lightning_3d.trainer.preflight import check_layers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import time
@@ -14,7 +15,6 @@ from lightning_3d.planner.explain import compare, recomputation, setting
 from lightning_3d.planner.legality import (
     Sizes,
     all_sizes,
-    balanced_split,
     micro_batch_sizes,
     pipelines,
     tensor_parallel_fault,
@@ -23,6 +23,7 @@ from lightning_3d.planner.memory import stage_memory
 from lightning_3d.planner.pipeline import pipeline_time
 from lightning_3d.planner.rules import warnings
 from lightning_3d.planner.search import RESERVE
+from lightning_3d.planner.split import balanced_split
 from lightning_3d.schedules import ENGINE_SCHEDULES, build, simulate
 
 SMALL = ModelShape(layers=24, hidden=2048, heads=16, kv_heads=4, ffn_hidden=8192, vocab=32000, gated_mlp=True)
@@ -84,7 +85,7 @@ def test_layers_are_split_as_the_strategy_splits_them() -> None:
     split = balanced_split(ModelShape(layers=8, hidden=256, heads=8, vocab=64000, tied_embeddings=False), 4, 1)
     assert split is not None and sum(split) == 8 and split[-1] < split[0], "the head is work of the last stage"
     for candidate in small_plan().ranking:
-        assert sum(candidate.layout.chunk_layers(SMALL.layers)) == SMALL.layers
+        assert sum(candidate.layout.chunk_layers(SMALL)) == SMALL.layers
 
 
 # The search.
@@ -145,11 +146,8 @@ def test_all_that_is_ranked_fits_and_is_legal() -> None:
 def test_memory_is_bought_by_recomputation_only_as_far_as_it_has_to_be() -> None:
     shape, cluster = preset("gpt3-175b"), Cluster.parse("a100-80g:128x8")
     one = {"tensor_parallel": 8, "pipeline_parallel": 16, "micro_batch_size": 2, "virtual_stages": 1, "zero_stage": 1}
-    ladder = [None, 4, 2, "full"]
-    needs = [
-        plan(shape, cluster, 1536, fixed={**one, "activation_checkpointing": how}, reserve_gb=-100).best
-        for how in ladder
-    ]
+    ladder, large = [None, 4, 2, "full"], dataclasses.replace(cluster, memory_gb=180.0)
+    needs = [plan(shape, large, 1536, fixed={**one, "activation_checkpointing": how}).best for how in ladder]
     assert [c.estimate.step_time_s for c in needs] == sorted(c.estimate.step_time_s for c in needs)
     for step, candidate in enumerate(needs):
         left = candidate.estimate.device_memory_gb + 0.1
@@ -217,7 +215,7 @@ def test_the_cause_that_is_named_is_the_one_that_costs_most() -> None:
     found = small_plan(fixed={"tensor_parallel": 1, "pipeline_parallel": [1, 16], "micro_batch_size": 4})
     deep = next(c for c in found.ranking if c.layout.pipeline_parallel == 16)
     assert f"waits for other stages: {deep.layout.micro_batches} micro-batches for 16 stages" in deep.why
-    assert compare(found.best, found.best).startswith("+0.0%: no difference")
+    assert compare(found.best, found.best, found.usable_gb).startswith("+0.0%: no difference")
     layout = Layout(pipeline_parallel=2, virtual_stages=3, activation_checkpointing=2, zero_stage=2)
     assert setting(None, layout) == "interleaved_1f1b v3, micro-batch 1, ZeRO-2, recompute 1/2"
     assert setting(layout, Layout(pipeline_parallel=2, zero_stage=2)) == "1f1b, recompute no"
@@ -263,7 +261,7 @@ def test_rules_of_thumb_have_the_numbers_of_the_case() -> None:
         cluster=slow, data_parallel=16, global_batch_size=16
     )
     odd = ModelShape(layers=10, hidden=2048, heads=64, kv_heads=2, vocab=50257, ffn_hidden=8192, gated_mlp=True)
-    text = rules_of(odd, tensor_parallel=4, pipeline_parallel=4, global_batch_size=16)
+    text = rules_of(odd, tensor_parallel=4, pipeline_parallel=4, global_batch_size=16, pipeline_split="uniform")
     assert "vocabulary of 50,257 is no multiple of 256: ranks hold unequal parts" in text and "50,432" in text
     assert "tensor_parallel=4 exceeds kv_heads=2: each head of keys and values is kept and computed by 2 ranks" in text
     assert "10 layers over 4 chunks: the longest has 3, the shortest 2" in text

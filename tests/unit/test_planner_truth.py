@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.planner import as_text, evaluate, spearman
 from benchmarks.published import CSV, as_run
+from lightning_3d.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,34 @@ def test_a_file_of_other_rows_with_holes(tmp_path: Path) -> None:
     assert [run["id"] for run in found["runs"]] == ["bloom-176b-final", "holes"]
     assert all(abs(run["time_error"]) < 0.25 and run["left_out_error"] is None for run in found["runs"])
     assert list(found["not_evaluated"]) == ["nothing"]
+
+
+def test_a_file_that_cannot_be_evaluated_is_told_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.csv cannot be read"):
+        evaluate(tmp_path / "none.csv")
+    path = tmp_path / "short.csv"
+    path.write_text("id,gpu,hidden\na,h100-80g,1024\n")
+    with pytest.raises(ConfigError, match="lacks the columns n_gpus, layers, seq_len, tp, pp, global_batch"):
+        evaluate(path)
+
+
+def test_a_bad_cell_is_named_and_costs_no_other(tmp_path: Path) -> None:
+    with CSV.open(newline="") as file:
+        row = next(row for row in csv.DictReader(file) if row["id"] == "bloom-176b-final")
+    bad = {
+        "memory": ("mem_gb_per_gpu", "a lot"), "zero": ("step_time_s", "0"), "endless": ("step_time_s", "inf"),
+        "half": ("layers", "70.5"),
+    }  # fmt: skip
+    path = tmp_path / "bad.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(row))
+        writer.writeheader()
+        writer.writerows({**row, "id": name, column: value} for name, (column, value) in bad.items())
+    found = evaluate(path)
+    assert all(bad[name][0] + "=" in found["not_evaluated"][name] for name in bad)
+    times = {run["id"]: (run["measured_s"] is not None, run["measured_gb"] is not None) for run in found["runs"]}
+    assert times["memory"][0] and not times["memory"][1] and not times["zero"][0]
+    assert "half" not in times
 
 
 def test_rank_correlation() -> None:
