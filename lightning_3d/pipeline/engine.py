@@ -286,7 +286,7 @@ class Engine:
     def _leave(self, sent: Pending) -> None:
         """Keep a message until it is done, and at most one per stage: memory must not grow with the micro-batches."""
         self._leaving.append(sent)
-        if len(self._leaving) > self._num_stages:
+        while len(self._leaving) > self._num_stages or (self._leaving and self._leaving[0].is_done):
             self._leaving.popleft().wait()
 
     def _rank_of(self, chunk: int) -> int:

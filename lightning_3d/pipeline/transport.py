@@ -51,6 +51,11 @@ class Pending:
         """Chunk and micro-batch that it belongs to, and what it is, for those who time the wait."""
         self.tensors = tensors
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the message is known to have arrived; gloo does not know it of what it sends."""
+        return all(work.is_completed() for work in self._works)
+
     def wait(self) -> list[Tensor]:
         """Wait for the message (on CUDA: let the current stream wait), and give the tensors."""
         if self._events is not None and self._events.is_recording and self._works:
