@@ -72,8 +72,6 @@ class FailureGuard:
         """Called from the thread, with the signals that came, the store and :attr:`scope`."""
         self.patient = False
         """Whether the main thread may stand still though a signal has asked it to stop."""
-        self.printed: BaseException | None = None
-        """The error of this rank whose traceback stands on stderr already."""
         self._external = False
         self._siblings: Siblings | None = None
         self._armed = False
@@ -167,12 +165,12 @@ class FailureGuard:
         self._told = True
         if first:
             say(text)
-            self.printed = error
+            print_once(error)
         elif not broken:
             line = _in_one_line(error)
             say(f"{self._where} failed as well: {line}\n")
             if line in (self._reason() or ""):  # ranks that meet with the same error say where once
-                self.printed = error
+                print_once(error)
 
     def only_noticed(self, error: BaseException) -> bool:
         """Whether ``error`` is what this rank notices of another that has failed, which is known or heard of soon."""
@@ -386,17 +384,24 @@ def launch_variables(file: Path) -> dict[str, str]:
     return {_FILE_VARIABLE: str(file), _LAUNCHER_VARIABLE: f"{launcher.pid} {launcher.started}"}
 
 
-def show_in_one_line(known: BaseException) -> None:
+def print_once(known: BaseException) -> None:
     """Should this error end the process, do not print its traceback: it, or that of its cause, has been printed."""
+    # A mark, because a reference would keep its frames alive.
+    known._lightning_3d_printed = True  # type: ignore[attr-defined]
     previous = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if error is known:
+        if is_printed(error):
             say(f"{_in_one_line(error)}\n")
         else:
             previous(kind, error, trace)
 
     sys.excepthook = show
+
+
+def is_printed(error: BaseException) -> bool:
+    """Whether :func:`print_once` was called with this error."""
+    return getattr(error, "_lightning_3d_printed", False)
 
 
 def say(text: str) -> None:

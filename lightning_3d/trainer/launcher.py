@@ -43,10 +43,11 @@ from lightning_3d.trainer.failure import (
     GRACE_S,
     FailureGuard,
     SiblingFailure,
+    is_printed,
     launch_variables,
     leave_note,
+    print_once,
     say,
-    show_in_one_line,
 )
 from lightning_3d.trainer.marks import Marks
 from lightning_3d.trainer.methods import bound_as_they_are
@@ -150,13 +151,10 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if self._guard.printed is error:
-                show_in_one_line(error)
-                raise
             if not self._guard.only_noticed(error):
                 raise
             noticed = SiblingFailure()
-            show_in_one_line(noticed)
+            print_once(noticed)
             raise noticed from None
 
     @override
@@ -328,7 +326,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
             if trainer is not None:
                 _interrupt(trainer, error)
                 trainer._teardown()
-            if isinstance(guard, FailureGuard) and guard.printed is error:
+            if is_printed(error):
                 raise PrintedError.of(error) from None
             raise
 

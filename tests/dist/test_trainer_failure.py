@@ -173,7 +173,7 @@ def test_all_ranks_end_when_one_fails(run: _Run, request: pytest.FixtureRequest)
     assert text.count("raise ValueError(") == (fault in ("step", "worker", "start")), text
     died = fault in ("exit", "kill")
     scripts = start_method in ("popen", "torchrun")
-    assert run.marks("exception") == 4 - died + (not scripts)
+    assert run.marks("exception") == 4 - died + (not scripts), text
     if scripts:
         assert run.marks("finally") == 4 - died
         assert run.marks("atexit") == 4 - died
