@@ -22,7 +22,7 @@ from lightning_3d.errors import ThreeDError
 from lightning_3d.events import Phase
 from lightning_3d.mesh import Mesh, where
 from lightning_3d.pipeline.micro_batches import batch_size_of
-from lightning_3d.trainer.host_random import GeneratorStates, HostRandomState
+from lightning_3d.trainer.host_random import GeneratorStates, HostRandomState, without_drawing
 from lightning_3d.trainer.ledger import BatchFacts, BatchLedger
 from lightning_3d.trainer.messages import Channel
 from lightning_3d.trainer.sampler import ReplicaBatchSampler, index_sampler
@@ -168,6 +168,7 @@ class SharedLoader:
         state: dict[str, Any] = {"batches": 0, "random": None, "readers": None}
         state["samples"] = _samples_of(self.loader)
         state["ended"] = self.epochs is not None and self.epochs.at_end
+        state["generators"] = GeneratorStates.of(self.loader).get()
         if running is not None and not state["ended"]:
             ahead = 1 if sized_len(self) is None and not running.ended else 0  # Lightning looks one batch ahead
             state |= {"batches": max(0, running.num_batches - ahead), "random": running.started_at}
@@ -215,6 +216,7 @@ class _Pass:
         if shared.epochs is not None:
             _set_sampler_epoch(shared.loader, shared.epochs.current + ended)
         if ended and resume is not None and resume["readers"] is None:
+            GeneratorStates.of(shared.loader).set(resume.get("generators", ()))
             resume = None
         batches = resume["batches"] if resume else 0
         if resume and batches:
@@ -258,7 +260,8 @@ class _Pass:
             return iter(loader)
         if skip and sampler is not None:
             sampler.prepare(skip)
-            return iter(loader)
+            with without_drawing(loader):  # the seed of its workers: the generator stands after it already
+                return iter(loader)
         source = iter(loader)
         for _ in range(skip):
             next(source, None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +75,24 @@ class GeneratorStates:
         """Their states, in order."""
         return [generator.get_state() for generator in self.generators]
 
-    def set(self, states: list[torch.Tensor]) -> None:
+    def set(self, states: Sequence[torch.Tensor]) -> None:
         """Put them into the states that the same loader of another rank, or another day, had."""
         for generator, state in zip(self.generators, states, strict=False):
             generator.set_state(state)
+
+
+@contextmanager
+def without_drawing(loader: Any) -> Iterator[None]:
+    """Within it, what ``loader`` draws for itself comes from a copy of the generator that it was given.
+
+    Its samplers keep the generator itself, also where they have been given the same one.
+    """
+    generator = getattr(loader, "generator", None)
+    if not isinstance(generator, torch.Generator):
+        yield
+        return
+    loader.generator = torch.Generator().set_state(generator.get_state())
+    try:
+        yield
+    finally:
+        loader.generator = generator

@@ -11,6 +11,7 @@ from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
 from lightning_3d.trainer.batches import SharedLoader, Stopping
+from lightning_3d.trainer.host_random import GeneratorStates
 from lightning_3d.trainer.ledger import BatchLedger
 from lightning_3d.trainer.sampler import set_batch_size, shard, take_over_sampling
 
@@ -49,10 +50,20 @@ class LoaderGate:
         tracked = stage is RunningStage.PREDICTING
         if self._shards:
             loader = shard(loader, self._mesh.dp, whole, runs=tracked)
-        epochs = _TrainingEpochs(self._trainer) if stage is RunningStage.TRAINING else None
+        epochs = None
+        if stage is RunningStage.TRAINING:
+            epochs = _TrainingEpochs(self._trainer)
+            self._restore_generators(loader)
         return SharedLoader(
             loader, self._mesh, self._ledger, track_indices=tracked, epochs=epochs, stopping=self._stopping
         )
+
+    def _restore_generators(self, loader: Any) -> None:
+        """Put a loader's own generators where they stood at the end of an epoch: Lightning then hands on no state."""
+        loop = self._trainer.fit_loop
+        if not loop.restarting and loop._combined_loader_states_to_load:
+            state = loop._combined_loader_states_to_load.pop(0)  # loaders come in the order of their states
+            GeneratorStates.of(loader).set(state.get("generators", ()))
 
     def _batch_sizes(self, global_batch_size: int) -> tuple[int, int | None]:
         """Samples in a replica's batch and, only where they do not divide evenly, in that of all replicas."""
