@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -25,6 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lightning_3d import ConfigError, ThreeDPrometheus
 from lightning_3d.events import Event, Phase, StepEvents
+from lightning_3d.monitor.device_scalars import DeviceScalars
 from lightning_3d.monitor.endpoint import Endpoint
 from lightning_3d.monitor.gpu_counters import REASONS, GpuCounters
 from lightning_3d.monitor.metrics import METRICS, PREFIX
@@ -113,6 +115,15 @@ def test_counters_of_a_rank_add_up_what_its_steps_took() -> None:
     assert counters.phase_s["forward"] == pytest.approx(4) and counters.phase_s["tp"] == pytest.approx(2)
     assert (counters.pipeline_s, counters.busy_s) == pytest.approx((12, 6))
     assert counters.reading_s == pytest.approx(2) and counters.message_bytes == {"tp": 128}
+
+
+def test_scalars_are_told_once_as_they_were_when_asked_for() -> None:
+    scalars, value = DeviceScalars(), torch.tensor(2.0)
+    scalars.ask("loss_scale", 3, value)
+    value.mul_(2)
+    scalars.ask("loss_scale", 4, value)
+    assert list(scalars.arrived()) == [("loss_scale", 3, 2.0), ("loss_scale", 4, 4.0)]
+    assert not list(scalars.arrived())
 
 
 # --- endpoint ------------------------------------------------------------------------------------------------------
