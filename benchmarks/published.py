@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.planner import Cluster, Layout, ModelShape, gpu, preset
@@ -190,12 +191,8 @@ def as_layout(row: Mapping[str, str], shape: ModelShape, cluster: Cluster) -> La
     text = " ".join((row.get("precision") or "bf16", row.get("activation_ckpt") or "")).lower()
     recompute = (row.get("activation_ckpt") or "").lower()
     checkpointing = next((kind for kind in ("full", "selective") if recompute.startswith(kind)), None)
-    new = gpu(row["gpu"]).generation not in ("volta", "ampere")
     # ZeRO-3 is FSDP: plain PyTorch modules. The others are Megatron and its kin, with kernels of their own.
     fully_sharded = zero == 3 or (zero == 2 and pp == 1)
-    if checkpointing == "selective" and fully_sharded:
-        checkpointing = "operators"
-    fused = not fully_sharded or "fp8" in text or "float8" in text
     schedule = _schedule(row.get("model_name") or "")
     virtual = _whole(row, "virtual_pp")
     if virtual is None:
@@ -204,11 +201,18 @@ def as_layout(row: Mapping[str, str], shape: ModelShape, cluster: Cluster) -> La
     split: str | tuple[int, ...] | None = "uniform"  # Megatron, DeepSpeed and torchtitan count layers
     if shape.layers < pp * virtual:
         virtual, split = _short_ends(shape.layers, pp, virtual)
-    # Before Hopper, Megatron and DeepSpeed computed attention of short sequences unfused, which is what selective
-    # recomputation is for.
-    unfused = not new and not fully_sharded and bool(recompute) and shape.seq_len <= 2048
     sharded_states = zero if zero is not None else 1
-    return Layout(
+    told: dict[str, Any] = {}
+    if recompute == "none":  # a run that says so is a plain one
+        told |= {"sequence_parallel": False, "overlap_tensor_parallel": False}
+    if "overlap" in text:
+        told["overlap_grad_reduce"] = True
+    if fully_sharded and ("fp8" in text or "float8" in text):
+        told["fused_elementwise"] = True
+    describe = Layout.fsdp if fully_sharded else Layout.megatron
+    return describe(
+        shape,
+        cluster,
         tensor_parallel=tp,
         pipeline_parallel=pp,
         data_parallel=dp,
@@ -220,20 +224,11 @@ def as_layout(row: Mapping[str, str], shape: ModelShape, cluster: Cluster) -> La
         pipeline_split=split,
         micro_batch_size=micro,
         global_batch_size=batch,
-        sequence_parallel=tp > 1 and recompute != "none" and (new or checkpointing == "selective" or not recompute),
-        activation_checkpointing=checkpointing,
+        **({"activation_checkpointing": checkpointing} if recompute else {}),
         precision=row.get("precision") or "bf16",
         reduce_dtype="float16" if text.startswith("fp16") else "bfloat16" if "pure" in text else "float32",
         keeps_16bit_gradients="bf16optimizer" in text,
-        flash_attention=not unfused,
-        native_attention=not fully_sharded,
-        fused_elementwise=fused,
-        fused_loss=not fully_sharded,
-        overlap_grad_reduce=new or sharded_states >= 2 or "overlap" in text,
-        overlap_tensor_parallel=new and tp > 1 and recompute != "none",
-        overlap_pipeline=new,
-        scatter_gather=True,
-        reduce_each_micro_batch=pp == 1,
+        **told,
     )
 
 

@@ -31,7 +31,7 @@ def lines(found: Plan, title: str, top: int) -> list[str]:
         f"{title}: {_amount(shape.parameters)} parameters, {shape.layers} layers, samples of {shape.seq_len:,} tokens",
         f"{cluster}: {cluster.world_size:,} GPUs of {cluster.gpu_memory_gb:.0f} GB, {found.usable_gb:.1f} GB usable",
         f"global batch {found.global_batch:,} samples = {found.global_batch * shape.seq_len:,} tokens;"
-        f" {found.num_layouts:,} layouts tried in {found.seconds:.1f} s",
+        f" {found.num_layouts:,} layouts tried in {found.seconds:.1f} s of one core",
         "",
         f"Take tp{best.tensor_parallel} pp{best.pipeline_parallel} dp{best.data_parallel},"
         f" {best.schedule_name}{f' with {best.virtual_stages} chunks per stage' if best.virtual_stages > 1 else ''},"

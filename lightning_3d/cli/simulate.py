@@ -19,6 +19,7 @@ from lightning_3d.cli.paths import check_writable, write_file
 from lightning_3d.errors import ConfigError
 from lightning_3d.pictures import Panel, chrome_trace, draw_timelines, png, svg
 from lightning_3d.pictures.axes import number
+from lightning_3d.planner.pipeline import CLOSED_FORM
 from lightning_3d.schedules import ENGINE_SCHEDULES, SCHEDULES, build, simulate
 
 _DESCRIPTION = """
@@ -109,6 +110,11 @@ def _names(text: str, virtual_stages: int | None) -> list[str]:
     names = list(SCHEDULES) if text == "all" else [name for name in re.split(r"[,\s]+", text) if name]
     for name in names:
         if name not in SCHEDULES:
+            if name in CLOSED_FORM:
+                raise ConfigError(
+                    f"schedule={name!r} is known by the formula of its bubble only, for `lightning-3d plan` and"
+                    " `estimate`; it has no list of actions to draw."
+                )
             near = suggest(name, SCHEDULES, prefix="")
             raise ConfigError(f"schedule={name!r} is not known.{near} Known: {', '.join(SCHEDULES)}, all.")
     if virtual_stages is not None and not any(SCHEDULES[n].virtual_stages in (None, virtual_stages) for n in names):

@@ -123,6 +123,7 @@ def as_cluster(found: Measurement) -> dict[str, Any]:
         )
     size = found.matmul_size
     shape = filling(size, size, device.sms) * size / (size + constants(device.generation).gemm_half_size)
+    # A fraction above 1 is kept: a device may reach more than its data sheet, and a product less of its waves' loss.
     measured = {
         "gemm": found.matmul_tflops * found.bits / 16 / device.tflops / shape,
         "attention": found.attention_tflops * found.bits / 16 / device.tflops,

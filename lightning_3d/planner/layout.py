@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.partition import explicit, uniform
-from lightning_3d.planner import checks
+from lightning_3d.planner import checks, systems
+from lightning_3d.planner.cluster import Cluster
 from lightning_3d.planner.pipeline import SCHEDULE_NAMES
 from lightning_3d.planner.shape import ModelShape
 from lightning_3d.planner.split import balanced_split
@@ -149,6 +151,39 @@ class Layout:
                     f" micro_batch_size = {self.data_parallel} x {self.micro_batch_size} = {unit}. Use"
                     f" {lower or unit} or {lower + unit}, or another micro_batch_size."
                 )
+
+    @classmethod
+    def megatron(cls, shape: ModelShape, cluster: Cluster, **given: Any) -> Layout:
+        """A run of Megatron-LM, Megatron-DeepSpeed, NeMo or another of their kin, for comparing with published figures.
+
+        What is not given is as these have it: equal stages, fused kernels and loss, messages cut over tensor-parallel
+        ranks, reduction once a step; from Hopper on fused attention and overlapped collectives. Before it nothing
+        overlaps, and where ``activation_checkpointing`` is given (``None`` included) sequences of up to 2,048 have no
+        fused attention, and are cut only under ``"selective"``. One chunk per stage unless said.
+
+        Args:
+            shape: The model.
+            cluster: The GPUs, whose generation decides what overlapped.
+            **given: Fields of this class that are known.
+        """
+        return cls(**{**systems.megatron(shape, cluster, given), **given})
+
+    @classmethod
+    def fsdp(cls, shape: ModelShape, cluster: Cluster, **given: Any) -> Layout:
+        """A run of PyTorch's FSDP (torchtitan, LLM-Foundry), for comparing with published figures.
+
+        What is not given is as these have it: ZeRO-3, modules and loss of plain PyTorch, FlashAttention-2, equal
+        stages; gathers in every micro-batch without a pipeline, once a step with one. Their ``"selective"``
+        recomputation saves every second matrix product, so it is read as ``"operators"``.
+
+        Args:
+            shape: The model.
+            cluster: The GPUs, whose generation decides what overlapped.
+            **given: Fields of this class that are known.
+        """
+        if given.get("activation_checkpointing") == "selective":
+            given["activation_checkpointing"] = "operators"
+        return cls(**{**systems.fsdp(shape, cluster, given), **given})
 
     @property
     def schedule_name(self) -> str:

@@ -53,6 +53,7 @@ def as_from_a_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ((*SIMULATE, "--stages", "0"), "0 must be at least 1"),
         ((*SIMULATE, "--width", "0", "-o", "a.svg"), "0 must be above 0"),
         ((*SIMULATE, "-o", f"{__file__}/x.svg"), "is a file"),
+        ((*SIMULATE, "--schedule", "zb_h2"), "by the formula of its bubble only"),
         (("dry-run", "--config", "r.yaml", "--world-size", "0"), "0 must be at least 1"),
         (("dry-run", "--config", "r.yaml", "--devices-per-node", "0"), "0 must be at least 1"),
         (("dry-run", "--config", "r.yaml", "--batch-size", "0"), "0 must be at least 1"),
@@ -139,3 +140,19 @@ def test_a_file_of_a_cluster(tmp_path: Path, text: str, words: str) -> None:
 
 def test_a_cluster_in_capitals() -> None:
     assert str(Cluster.parse("A100-80GB:2X8")) == "a100-80g:2x8"
+
+
+def test_runs_of_other_systems_are_described_by_their_name() -> None:
+    shape, old, new = preset("gpt3-175b"), Cluster.parse("a100-80g:128x8"), Cluster.parse("h100-80g:128x8")
+    sizes = {"tensor_parallel": 8, "pipeline_parallel": 8, "data_parallel": 16, "global_batch_size": 1536}
+    first = Layout.megatron(shape, old, **sizes, activation_checkpointing="full")
+    assert not (first.flash_attention or first.sequence_parallel or first.overlap_grad_reduce or first.overlap_pipeline)
+    assert first.pipeline_split == "uniform" and first.fused_loss and first.scatter_gather
+    later = Layout.megatron(shape, new, **sizes, overlap_pipeline=False)
+    assert later.flash_attention and later.sequence_parallel and later.overlap_tensor_parallel
+    assert not later.overlap_pipeline and later.virtual_stages == 1
+    sharded = Layout.fsdp(shape, new, data_parallel=1024, activation_checkpointing="selective")
+    assert (sharded.zero_stage, sharded.activation_checkpointing) == (3, "operators")
+    assert not (sharded.fused_loss or sharded.native_attention) and sharded.communicates_each_micro_batch
+    with pytest.raises(TypeError, match="tensor_paralel"):
+        Layout.megatron(shape, new, tensor_paralel=8)
