@@ -149,7 +149,8 @@ def reason(
     slower = [one for one in others if one.estimate.step_time_s >= (1 - SAME) * found.step_time_s]
     if slower:
         lost, causes = _loss(best, slower[0])
-        text += f" The next sizes, {_sizes(slower[0].layout)}, are {lost:.1%} slower: {causes}."
+        how = f"{lost:.1%} slower: {causes}" if lost >= SAME else "as fast, within the error of a prediction"
+        text += f" The next sizes, {_sizes(slower[0].layout)}, are {how}."
     own = layout.tensor_parallel * layout.pipeline_parallel
     smaller = [
         (sizes, needed) for sizes, (needed, _) in least.items() if sizes.tp * sizes.pp < own and needed > usable_gb

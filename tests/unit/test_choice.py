@@ -73,7 +73,7 @@ def test_only_sizes_that_are_auto_and_do_not_follow_are_chosen() -> None:
         (4, {}, Sizes(pp=1, dp=4, tp=1)),
         (0.012, {}, Sizes(pp=1, dp=2, tp=2)),
         (0.006, {}, Sizes(pp=1, dp=1, tp=4)),
-        (0.012, {"tensor_parallel": 1}, Sizes(pp=2, dp=2, tp=1)),
+        (0.0125, {"tensor_parallel": 1}, Sizes(pp=2, dp=2, tp=1)),
         (4, {"pipeline_parallel": 2}, Sizes(pp=2, dp=2, tp=1)),
         (4, {"data_parallel": 1}, Sizes(pp=1, dp=1, tp=4)),
     ],
@@ -91,7 +91,7 @@ def test_a_small_gpt_is_replicated_where_it_fits_and_cut_where_it_does_not(
 
 def test_the_reason_says_what_was_too_large_and_what_was_assumed() -> None:
     found = chosen(GPT(), 0.012)
-    assert "Too large: tp1 pp1 dp4 (0.017 GB)." in found.reason
+    assert "Too large: tp1 pp1 dp4 (0.018 GB)." in found.reason
     assert "8 samples per device and step" in found.reason
     assert "samples of 128 tokens" in found.reason
     assert "Assumed" not in chosen_with_data().reason

@@ -82,7 +82,7 @@ def test_json_has_everything_with_units_in_the_names(capsys: pytest.CaptureFixtu
         (("--cluster", "a100-80g:2by8"), "not understood"),
         (("--schedule", "1f2b"), "1f2b"),
         (("--tp", "3"), "does not divide the 16 GPUs"),
-        (("--global-batch", "0"), "global_batch"),
+        (("--global-batch", "0"), "--global-batch: 0 must be at least 1"),
         (("--recompute", "some"), "--recompute 'some' is not known"),
         (("--micro-batches", "4"), "--micro-batches is no option of plan"),
         (("--config", "recipe.yaml"), "one of --model and --config"),

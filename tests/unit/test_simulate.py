@@ -91,7 +91,6 @@ def test_unequal_stages_messages_and_memory_are_simulated(capsys: pytest.Capture
         (("--forward-times", "1,2,3"), "--forward-times has 3 values.*4 chunks.*1 value, or 4: one for every stage"),
         (("--weight-share", "2"), "between 0 and 1"),
         (("--forward-times", "0"), "nothing to draw"),
-        (("--stages", "0"), "0 must be at least 1"),
         (("-o", "step.pdf"), r"step.pdf: the name must end in one of .svg, .png, .json"),
     ],
 )

@@ -79,5 +79,5 @@ def test_what_holds_no_tokens_is_refused(
     monkeypatch.chdir(folder)
     np.save("matrix.npy", np.zeros((2, 2)))
     Path("odd.bin").write_bytes(b"123")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         TokenFiles(sequence_length=10, **options).setup("fit")  # type: ignore[arg-type]
