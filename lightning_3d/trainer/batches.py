@@ -24,7 +24,7 @@ from lightning_3d.mesh import Mesh, where
 from lightning_3d.pipeline.micro_batches import batch_size_of
 from lightning_3d.trainer.host_random import GeneratorStates, HostRandomState, without_drawing
 from lightning_3d.trainer.ledger import BatchFacts, BatchLedger
-from lightning_3d.trainer.messages import Channel
+from lightning_3d.trainer.messages import Channel, NotSent
 from lightning_3d.trainer.sampler import ReplicaBatchSampler, index_sampler
 
 _BATCH, _END, _ERROR = range(3)
@@ -308,10 +308,7 @@ class _Pass:
     def _tell(self, content: Any, random: HostRandomState | None, notes: tuple[int, ...]) -> None:
         try:
             self.shared._channel.exchange((content, random), notes)
-        except Exception as error:
-            if self.shared._channel.control.group is None or notes[0] == _ERROR:
-                raise
-            # A batch that does not pickle: nothing was sent yet, so the others still wait for a header.
+        except NotSent as error:
             text = f"This batch cannot be handed to the other ranks of the replica.\n{traceback.format_exc()}"
             self.shared._channel.exchange((text, None), (_ERROR, 0, 0, self.shared.mesh.rank, 0, 0, 0, 0))
             raise ReaderError(text) from error

@@ -99,6 +99,10 @@ def decode(structure: bytes, tensors: Sequence[Tensor], named: Mapping[str, Any]
     return _Decoder(io.BytesIO(structure), tensors, named or {}).load()
 
 
+class NotSent(Exception):
+    """What was to be sent does not pickle; the cause says why. The others still wait for a message."""
+
+
 class Channel:
     """One rank of an axis tells the others something, again and again.
 
@@ -146,6 +150,9 @@ class Channel:
 
         Returns:
             ``(value, notes)``; at the source the very objects that were given.
+
+        Raises:
+            NotSent: At the source, if the value does not pickle; nothing was sent then.
         """
         if self.control.group is None:
             return value, tuple(notes)
@@ -155,7 +162,10 @@ class Channel:
         return self._receive(named)
 
     def _send(self, value: Any, notes: Sequence[int], names: Mapping[int, str] | None) -> None:
-        structure, tensors = encode(value, names)
+        try:
+            structure, tensors = encode(value, names)
+        except Exception as error:
+            raise NotSent(f"{type(error).__name__}: {error}") from error
         metas = [self._meta(tensor) for tensor in tensors]
         message = pickle.dumps((metas, structure), protocol=5)
         number = self._known.get(message)
