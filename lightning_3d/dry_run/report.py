@@ -130,7 +130,7 @@ class DryRun:
     def as_json(self) -> dict[str, Any]:
         """Numbers, strings, lists and dictionaries."""
         return {
-            "layout": asdict(self.layout),
+            "layout": {**asdict(self.layout), "micro_batch_size": self.micro_batch},
             "sizes": asdict(self.sizes),
             "samples_per_replica": self.samples,
             "micro_batch_size": self.micro_batch,

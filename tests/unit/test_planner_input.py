@@ -84,7 +84,8 @@ def test_a_recipe_runs_dry_before_its_data_is_there(tmp_path: Path, capfd: pytes
     Path("r.yaml").write_text(RECIPE)
     assert main(["dry-run", "--config", "r.yaml", "--world-size", "2", "--stages", "0", "--json"]) == 0
     told = capfd.readouterr()
-    assert "--batch-shape 17:int64" in told.err and json.loads(told.out)
+    assert "--batch-shape 17:int64" in told.err
+    assert json.loads(told.out)["layout"]["micro_batch_size"] == 1
     Path("none-1.bin").write_bytes(b"ab")  # there, but no sample long
     assert main(["dry-run", "--config", "r.yaml", "--world-size", "2"]) == 2
     told = capfd.readouterr()
