@@ -145,8 +145,8 @@ def evaluate(path: Path = CSV) -> dict[str, Any]:
     for kind, get in kinds.items():
         errors: dict[str, list[float]] = defaultdict(list)
         for item in found:
-            if (error := get(item)) is not None:
-                errors[item.source].append(error)
+            if (relative := get(item)) is not None:
+                errors[item.source].append(relative)
         for source, values in errors.items():
             by_source[source][kind] = summary(values)
         if errors:
