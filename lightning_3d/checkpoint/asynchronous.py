@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_3d.checkpoint.agreement import together
 from lightning_3d.checkpoint.host_copies import HostCopies
 from lightning_3d.checkpoint.save import Content, write
+from lightning_3d.events import Phase
 from lightning_3d.mesh import Mesh
 
 _LOOK_S = 0.1
@@ -111,7 +112,8 @@ class BackgroundSaves:
             return
         if flight.question is not None:
             work, answer = flight.question
-            work.wait()
+            with self._mesh.events.span(Phase.SYNC, label="save"):
+                work.wait()
             flight.question = None
             if answer.tolist()[0]:
                 self.wait()

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_3d.collectives import all_gather_object
 from lightning_3d.errors import ConfigError
-from lightning_3d.events import EventSource, StepEvents
+from lightning_3d.events import EventSource, Phase, StepEvents
 from lightning_3d.mesh import Mesh
 from lightning_3d.monitor import leaks, stragglers
 from lightning_3d.monitor.clocks import clock_offsets
@@ -129,9 +129,9 @@ class Diagnosis(Callback):
         if mesh.device.type == "cuda":
             memory["memory_peak"] = torch.cuda.max_memory_allocated(mesh.device)
         leak, self._leak = self._leak, None
-        told: list[tuple[RankWindow, Leak | None]] = all_gather_object(
-            (summarize(mesh.rank, steps, memory), leak), mesh.control_world
-        )
+        mine = summarize(mesh.rank, steps, memory)
+        with mesh.events.span(Phase.SYNC, label="diagnosis"):
+            told: list[tuple[RankWindow, Leak | None]] = all_gather_object((mine, leak), mesh.control_world)
         window = Window(
             first_step=self._first,
             last_step=trainer.global_step,

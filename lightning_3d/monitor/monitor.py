@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_3d.collectives import all_gather_object
 from lightning_3d.errors import ConfigError
-from lightning_3d.events import EventSource, StepEvents
+from lightning_3d.events import EventSource, Phase, StepEvents
 from lightning_3d.mesh import Mesh
 from lightning_3d.monitor.clocks import clock_offsets
 from lightning_3d.monitor.device_scalars import DeviceScalars
@@ -182,7 +182,9 @@ class ThreeDMonitor(Callback):
         window = summarize(
             mesh.rank, steps, {"memory": memory_in_use(mesh.device), "memory_peak": peak_memory(mesh.device)}
         )
-        found = figures(figures_of_ranks(window, mesh.control_world), mesh.sizes, self.tokens_per_sample)
+        with mesh.events.span(Phase.SYNC, label="monitor"):
+            windows = figures_of_ranks(window, mesh.control_world)
+        found = figures(windows, mesh.sizes, self.tokens_per_sample)
         if found is not None:
             self.figures = found
         if not trainer.is_global_zero:
@@ -237,7 +239,8 @@ class ThreeDMonitor(Callback):
         mesh = _mesh(trainer)
         if self._folder is None or mesh.dp.rank or mesh.tp.rank:
             return True
-        told: list[Mapping[int, StepEvents]] = all_gather_object(dict(self._for_picture), mesh.control_pp)
+        with mesh.events.span(Phase.SYNC, label="picture"):
+            told: list[Mapping[int, StepEvents]] = all_gather_object(dict(self._for_picture), mesh.control_pp)
         shared = set.intersection(*(set(steps) for steps in told))
         if mesh.rank or not shared:
             return bool(shared)

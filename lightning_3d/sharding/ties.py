@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_3d.collectives import timed
 from lightning_3d.mesh import Axis, Mesh
 from lightning_3d.placeholder import is_placeholder
 from lightning_3d.sharding.gradients import sum_together
@@ -68,7 +69,8 @@ def sum_over_ties(ties: Sequence[Tie]) -> None:
         used = torch.tensor([tie.param.grad is not None for tie in members], dtype=torch.uint8)
         asked = dist.all_reduce(used, dist.ReduceOp.MAX, group=members[0].control.group, async_op=True)
         sum_together([tie.param for tie in members], members[0].axis, fill=True)
-        asked.wait()
+        with timed(members[0].axis, "presence", used):
+            asked.wait()
         for tie, is_used in zip(members, used.tolist(), strict=True):
             if not is_used:
                 tie.param.grad = None

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_3d.collectives import broadcast_object
+from lightning_3d.events import Phase
 from lightning_3d.mesh import Mesh
 
 _DECIDE = "_should_check_val_fx"
@@ -25,6 +26,7 @@ def follow_one_clock(trainer: pl.Trainer, mesh: Mesh) -> None:
     of_this_rank = getattr(loop, _DECIDE)
 
     def decide_together(*args: Any) -> bool:
-        return bool(broadcast_object(of_this_rank(*args), mesh.control_world, 0))
+        with mesh.events.span(Phase.SYNC, label="decision"):
+            return bool(broadcast_object(of_this_rank(*args), mesh.control_world, 0))
 
     vars(loop)[_DECIDE] = decide_together

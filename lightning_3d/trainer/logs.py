@@ -17,6 +17,7 @@ from torchmetrics import Metric
 
 from lightning_3d.collectives import all_gather, all_gather_object, all_reduce
 from lightning_3d.errors import StageError
+from lightning_3d.events import Phase
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.foreign import refuse_foreign
 from lightning_3d.trainer.ledger import BatchFacts
@@ -236,12 +237,14 @@ class LogRelay:
         if mine is None:
             digest = hashlib.blake2b(repr(keys).encode(), digest_size=7).digest()
             mine = self._signatures[keys] = int.from_bytes(digest, "little")
-        signatures = tuple(all_gather(torch.tensor([mine], dtype=torch.int64), axis).tolist())
+        with self.mesh.events.span(Phase.DP, label="logged"):  # where a replica waits whose forward is done
+            signatures = tuple(all_gather(torch.tensor([mine], dtype=torch.int64), axis).tolist())
         if len(set(signatures)) == 1:
             return keys
         # All replicas see the same signatures, so all know without a word whether these were merged before.
         if signatures not in self._merged:
-            everyone = all_gather_object(keys, axis)
+            with self.mesh.events.span(Phase.DP, label="logged"):
+                everyone = all_gather_object(keys, axis)
             self._merged[signatures] = tuple(dict.fromkeys(key for theirs in everyone for key in theirs))
         return self._merged[signatures]
 

@@ -19,6 +19,7 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_3d.collectives import Op, all_gather, all_gather_object, all_reduce, as_bytes
+from lightning_3d.events import Phase
 from lightning_3d.mesh import Mesh
 from lightning_3d.trainer.late_modules import LateModules
 
@@ -281,7 +282,8 @@ def _gathered(own: Sequence[States], mesh: Mesh) -> list[States]:
             ]
         )
     payload = torch.cat([*contents, torch.empty(0, dtype=torch.uint8, device=mesh.device)])
-    everyone = all_gather_object((payload.numel(), notes), mesh.control_dp)
+    with mesh.events.span(Phase.DP, label="metrics"):
+        everyone = all_gather_object((payload.numel(), notes), mesh.control_dp)
     lengths = [length for length, _ in everyone]
     received = all_gather(payload, mesh.dp, sizes=lengths) if sum(lengths) else payload
     parts: list[States] = []

@@ -13,8 +13,9 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_3d.collectives import all_reduce
+from lightning_3d.collectives import all_reduce, timed
 from lightning_3d.errors import ConfigError
+from lightning_3d.events import Phase
 from lightning_3d.mesh import Axis, Mesh
 from lightning_3d.waiting import waiting
 
@@ -64,13 +65,15 @@ class ReplicaStrategy(ParallelStrategy):
         for axis in self._everyone:
             if axis.group is not None:
                 first = src if self.rank_in_step is None else axis.ranks[0]
-                dist.broadcast_object_list(box, first, group=axis.group, device=torch.device("cpu"))
+                with self.topology.events.span(Phase.SYNC, label="broadcast"):
+                    dist.broadcast_object_list(box, first, group=axis.group, device=torch.device("cpu"))
         return box[0]
 
     @override
     def barrier(self, name: str | None = None) -> None:
         if _distributed_is_initialized():
-            with waiting(self.topology, f"Barrier ({name or 'of all ranks'})"):
+            span = self.topology.events.span(Phase.SYNC, label="barrier")
+            with span, waiting(self.topology, f"Barrier ({name or 'of all ranks'})"):
                 for axis in self._everyone:
                     if axis.group is not None:
                         dist.barrier(group=axis.group)
@@ -94,13 +97,15 @@ class ReplicaStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         if self.topology.dp.size == 1:
             return tensor
-        return _all_gather_ddp_if_available(tensor, group=self.topology.dp.group, sync_grads=sync_grads)
+        with timed(self.topology.dp, "all_gather", tensor):
+            return _all_gather_ddp_if_available(tensor, group=self.topology.dp.group, sync_grads=sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self.topology.world.size == 1:
             return decision
         value = torch.tensor(int(decision))
-        for axis in self._everyone:
-            value = all_reduce(value, axis, "min" if all else "max")
-        return bool(value)
+        with self.topology.events.span(Phase.SYNC, label="decision"):
+            for axis in self._everyone:
+                value = all_reduce(value, axis, "min" if all else "max")
+            return bool(value)

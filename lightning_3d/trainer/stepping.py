@@ -58,7 +58,8 @@ class SteppingStrategy(StatefulStrategy):
         self._saving.look()
         self.progress.enter(f"training batch, after {self.lightning_module.trainer.global_step} optimizer steps")
         if self._sanity.due(self.lightning_module.trainer.global_step):
-            self._sanity.check(args[0])
+            with self.events.span(Phase.SYNC, label="sanity"):
+                self._sanity.check(args[0])
             self._precision.name_nonfinite = True
         return self._steps.training_step(*args, **kwargs)
 

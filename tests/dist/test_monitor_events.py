@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_3d.events import Phase, StepEvents
+from lightning_3d.monitor.own_time import seconds_by_phase
 from lightning_3d.schedules import Kind, build
 from tests.dist.lightning_modules import Mesh, Tokens, loader, make_trainer, on_ranks, rows, seeded
 
 STEPS, PIECES = 4, 4
+LATE_S = 0.3
 _KINDS = {Kind.F: Phase.FORWARD, Kind.B: Phase.BACKWARD}
 
 
@@ -90,10 +93,19 @@ def test_everything_once_and_in_order_within_its_step(tmp_path: Any) -> None:
             assert not count[Phase.BACKWARD]
 
 
+class LateForward(Tokens):
+    """One replica takes longer for its forward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.trainer.strategy.topology.dp.rank == 1:  # type: ignore[attr-defined]
+            time.sleep(LATE_S)
+        return super().training_step(batch, batch_idx)
+
+
 def _fit_replicas(mesh: Mesh, zero_stage: int) -> list[StepEvents]:
     keeps = Keeps()
     trainer = make_trainer(mesh, {"zero_stage": zero_stage}, callbacks=[keeps], max_steps=3)
-    trainer.fit(seeded(Tokens), loader(rows(24), 8, mesh))
+    trainer.fit(seeded(LateForward), loader(rows(24), 8, mesh))
     return keeps.steps
 
 
@@ -103,11 +115,18 @@ def test_waiting_for_replicas_is_told_at_every_stage_of_zero() -> None:
         (1, {"all_gather", "reduce_scatter"}),
         (3, {"all_gather", "reduce_scatter"}),
     ):
-        for steps in on_ranks(_fit_replicas, (1, 2, 1), stage):
+        for rank, steps in enumerate(on_ranks(_fit_replicas, (1, 2, 1), stage)):
             assert len(steps) == 3
             found = Counter(event.label for event in steps[-1].events if event.phase is Phase.DP)
             assert labels <= found.keys()
             count = Counter(event.phase for event in steps[-1].events)
             assert count[Phase.FORWARD] == count[Phase.BACKWARD] == count[Phase.OPTIMIZER] == 1
             assert not count[Phase.TP] and not count[Phase.PP_WAIT]
-            assert torch.tensor(steps[-1].seconds) > 0
+            # Whoever waits for the late replica waits within an event: nothing of it is left for "other".
+            waits = max(
+                (event for event in steps[-1].events if event.phase is Phase.DP), key=lambda event: event.seconds
+            )
+            seconds = seconds_by_phase(steps[-1])
+            assert seconds["forward" if rank else "dp"] > 0.8 * LATE_S
+            assert rank or waits.label == "logged"
+            assert seconds["other"] < steps[-1].seconds - LATE_S
