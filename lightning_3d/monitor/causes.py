@@ -61,7 +61,7 @@ def _stragglers(figures: RunFigures) -> Iterator[Cause]:
     for one in figures.slow:
         if one.phase == "loader":
             continue
-        share = one.excess_s / figures.step_s
+        share = one.excess_s / figures.usual_s
         healthy = 1 - min(share, 0.99)
         seen = f"in {one.windows} of {len(figures.windows)} windows"
         doing = "comes late to collectives by" if one.phase == "entry" else f"takes in {one.phase}"
@@ -70,8 +70,8 @@ def _stragglers(figures: RunFigures) -> Iterator[Cause]:
             kind="straggler",
             lost=share * one.windows / len(figures.windows),
             figure=f"{one.place} {doing} {_ms(one.excess_s)} per batch{more}, {seen}; the others wait for it",
-            change=f"{_advice(one.phase)}; without it a batch takes {_ms(figures.step_s * healthy)} instead of"
-            f" {_ms(figures.step_s)}",
+            change=f"{_advice(one.phase)}; without it a batch takes {_ms(figures.usual_s * healthy)} instead of"
+            f" {_ms(figures.usual_s)}",
             rank=one.place.rank,
         )
 
@@ -227,21 +227,30 @@ def _data_parallel(figures: RunFigures) -> Iterator[Cause]:
 
 def _besides(figures: RunFigures) -> Iterator[Cause]:
     named = {one.place.rank for one in figures.slow}
-    healthy = [values for rank, values in enumerate(figures.seconds) if rank not in named] or figures.seconds
-    for phase, what, change in (
-        ("checkpoint", "the time for checkpoints", "async_save=True, or save less often"),
+    healthy = [place.rank for place in figures.places if place.rank not in named] or range(len(figures.places))
+    # Saves are rare, so only a mean knows them. Of the rest a few long batches are no reason to change every one.
+    for phase, seconds, step, what, change in (
+        (
+            "checkpoint",
+            figures.seconds,
+            figures.step_s,
+            "the time for checkpoints",
+            "async_save=True, or save less often",
+        ),
         (
             "other",
+            figures.usual,
+            figures.usual_s,
             "the time between the parts of a step (hooks, callbacks, logging, Python)",
             "fewer logged values, a larger log_every_n_steps, and Trainer(profiler='simple') to see which hook it is",
         ),
     ):
-        lost = statistics.median(values.get(phase, 0.0) for values in healthy)
+        lost = statistics.median(seconds[rank].get(phase, 0.0) for rank in healthy)
         yield Cause(
             kind=phase,
-            lost=lost / figures.step_s,
+            lost=lost / step if step else 0.0,
             figure=f"{what} is {_ms(lost)} per batch",
-            change=f"{change}; without it a batch takes {_ms(figures.step_s - lost)}",
+            change=f"{change}; without it a batch takes {_ms(step - lost)}",
         )
 
 

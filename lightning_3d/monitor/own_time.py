@@ -90,10 +90,12 @@ def summarize(rank: int, steps: Sequence[StepEvents], memory: Mapping[str, int] 
         phases.pop(Phase.EVALUATION.value, None)
     names = sorted({name for phases in charged for name in phases})
     pipeline = [pipeline_seconds(step) for step in steps]
+    lengths = spread([sum(phases.values()) for phases in charged])
     return RankWindow(
         rank=rank,
         steps=len(steps),
-        step_s=statistics.fmean(sum(phases.values()) for phases in charged) if charged else 0.0,
+        step_s=lengths.mean,
+        usual_s=lengths.median,
         seconds={name: spread([phases.get(name, 0.0) for phases in charged]) for name in names},
         micro_batches=statistics.fmean(step.micro_batches for step in steps) if steps else 0.0,
         samples=statistics.fmean(step.samples for step in steps) if steps else 0.0,

@@ -94,6 +94,8 @@ class RankWindow:
     """Steps whose times were known when the window closed."""
     step_s: float = 0.0
     """Mean time of a step."""
+    usual_s: float = 0.0
+    """Median time of a step, which a few long ones do not change; 0 where only the mean was written down."""
     seconds: Mapping[str, Spread] = field(default_factory=dict)
     """Time of a step by phase, without what lies within it and is of another phase; ``"other"`` is the rest."""
     micro_batches: float = 0.0

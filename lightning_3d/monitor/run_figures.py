@@ -34,6 +34,10 @@ class RunFigures:
     """Speed, bubble, shares of time and memory, mean of the windows."""
     seconds: tuple[dict[str, float], ...]
     """Of every rank, mean time of a batch by phase."""
+    usual: tuple[dict[str, float], ...]
+    """Of every rank, median time of a batch by phase: what a few long ones do not change."""
+    usual_s: float
+    """Median time of a batch."""
     micro_batches: float
     samples: float
     """Of a replica, per batch; mean."""
@@ -134,6 +138,8 @@ def figures_of(entries: Iterable[Entry]) -> RunFigures:
         windows=tuple(windows),
         job=job,
         seconds=tuple({name: spread.mean for name, spread in rank.seconds.items()} for rank in ranks),
+        usual=tuple({name: spread.median for name, spread in rank.seconds.items()} for rank in ranks),
+        usual_s=statistics.median(rank.usual_s for rank in ranks),
         micro_batches=statistics.fmean(rank.micro_batches for rank in ranks),
         samples=statistics.fmean(rank.samples for rank in readers),
         slow=_slow(found),
@@ -153,6 +159,7 @@ def _over(windows: Sequence[RankWindow]) -> RankWindow:
         rank=windows[0].rank,
         steps=total,
         step_s=mean(window.step_s for window in windows),
+        usual_s=mean(window.usual_s or window.step_s for window in windows),
         seconds={
             name: Spread(*(mean(window.seconds.get(name, NAUGHT)[part] for window in windows) for part in range(3)))
             for name in names

@@ -2,13 +2,16 @@
 
 Ranks are held against those that do the same: the other replicas and tensor-parallel ranks of their stage, and, where a
 stage has one rank only, the other stages with their shares of the model. The score is a robust z-score: how many times
-the usual spread (median absolute deviation, scaled as for a normal distribution) a rank's median lies above that of the
-others, which it is left out of, so that one of two can stand out. 3.5 is the limit that Iglewicz and Hoaglin (1993)
-recommend. The spread has a floor, a share of the step: what matters less than that names nobody.
+the usual spread a rank's median lies above that of the others, which it is left out of, so that one of two can stand
+out. The spread is that of the others' medians (median absolute deviation, scaled as for a normal distribution), at
+least the standard error that a difference of two such medians has by the scatter of single steps. 3.5 is the limit
+that Iglewicz and Hoaglin (1993) recommend. The spread has a floor, a share of the usual step: what matters less than
+that names nobody.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import statistics
 from collections import defaultdict
@@ -33,6 +36,9 @@ OWN = ("forward", "backward", "weight", "optimizer", "loader", "checkpoint", "ot
 WAITS = {"tp": ("pp", "dp"), "dp": ("pp", "tp")}
 """Phases that end on all ranks of a group at once: who waits least came last. With the axes that a group shares."""
 _SCALE = 1.4826
+"""Standard deviations of a normal distribution in a median absolute deviation."""
+_MEDIAN_ERROR = math.sqrt(math.pi / 2)
+"""Standard error of the median of n values is this times their standard deviation over sqrt(n), for large n."""
 
 
 class Outlier(NamedTuple):
@@ -45,11 +51,12 @@ class Outlier(NamedTuple):
     score: float
 
 
-def outliers(values: Sequence[Spread], floor: float, limit: float = LIMIT) -> list[Outlier]:
+def outliers(values: Sequence[Spread], steps: int, floor: float, limit: float = LIMIT) -> list[Outlier]:
     """Those whose medians lie far above the others'.
 
     Args:
         values: One per rank.
+        steps: Of how many steps each is the median.
         floor: Least value of the spread times ``limit``: least difference that counts, in the unit of the values.
         limit: Least score.
 
@@ -63,8 +70,8 @@ def outliers(values: Sequence[Spread], floor: float, limit: float = LIMIT) -> li
             continue
         usual = statistics.median(other.median for other in others)
         between = statistics.median(abs(other.median - usual) for other in others)
-        within = statistics.median(other.mad for other in others)
-        spread = max(_SCALE * max(between, within), floor / limit)
+        within = math.hypot(value.mad, statistics.median(other.mad for other in others))
+        spread = max(_SCALE * max(between, _MEDIAN_ERROR * within / math.sqrt(steps)), floor / limit)
         score = (value.median - usual) / spread if spread > 0 else 0.0
         if score >= limit:
             found.append(Outlier(index, value.median, usual, score))
@@ -84,7 +91,8 @@ def stragglers(
     """
     if any(window.steps < FEWEST_STEPS for window in windows) or len(windows) != len(places):
         return []
-    step = statistics.median(window.step_s for window in windows)
+    step = statistics.median(window.usual_s or window.step_s for window in windows)
+    steps = min(window.steps for window in windows)
     floor = max(LEAST_SHARE * step, LEAST_S)
     found: dict[int, Straggler] = {}
 
@@ -104,17 +112,17 @@ def stragglers(
         values = [_own(window, phase) for window in windows]
         for ranks in _groups(places, _worker(phase)):
             if len(ranks) > 1:
-                for outlier in outliers([values[rank] for rank in ranks], floor, limit):
+                for outlier in outliers([values[rank] for rank in ranks], steps, floor, limit):
                     name(ranks[outlier.rank], phase, outlier)
         if phase in ("forward", "backward", "weight"):
-            for rank, outlier in _lonely(values, places, shares, floor, limit):
+            for rank, outlier in _lonely(values, places, shares, steps, floor, limit):
                 name(rank, phase, outlier)
     for phase, axes in WAITS.items():
         values = [window.seconds.get(phase, NAUGHT) for window in windows]
         for ranks in _groups(places, operator.attrgetter(*axes)):
             longest = max(values[rank].median for rank in ranks)
             late = [Spread(0.0, longest - values[rank].median, values[rank].mad) for rank in ranks]
-            for outlier in outliers(late, floor, limit) if len(ranks) > 1 else ():
+            for outlier in outliers(late, steps, floor, limit) if len(ranks) > 1 else ():
                 if ranks[outlier.rank] not in found:
                     name(ranks[outlier.rank], "entry", outlier)
     return sorted(found.values(), key=lambda straggler: -straggler.excess)
@@ -153,7 +161,12 @@ def _groups(places: Sequence[Place], key: Callable[[Place], Hashable]) -> list[l
 
 
 def _lonely(
-    values: Sequence[Spread], places: Sequence[Place], shares: Sequence[float], floor: float, limit: float
+    values: Sequence[Spread],
+    places: Sequence[Place],
+    shares: Sequence[float],
+    steps: int,
+    floor: float,
+    limit: float,
 ) -> list[tuple[int, Outlier]]:
     """Stages of one rank each, against each other, by what their part of the model should cost."""
     stages = _groups(places, lambda place: place.pp)
@@ -164,4 +177,4 @@ def _lonely(
         Spread(*(part * even / shares[place.pp] for part in value)) for value, place in zip(values, places, strict=True)
     ]
     usual = statistics.median(value.median for value in scaled)
-    return [(outlier.rank, outlier) for outlier in outliers(scaled, max(floor, UNEQUAL * usual), limit)]
+    return [(outlier.rank, outlier) for outlier in outliers(scaled, steps, max(floor, UNEQUAL * usual), limit)]

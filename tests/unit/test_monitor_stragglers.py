@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 
@@ -64,6 +65,22 @@ def test_noise_names_nobody(sizes: tuple[int, int, int]) -> None:
         }
 
     assert stragglers.stragglers(windows(mesh, seconds), mesh) == []
+
+
+def test_a_slow_rank_is_named_on_hosts_where_single_steps_scatter_and_some_are_very_long() -> None:
+    mesh = places(1, 4, 1)
+
+    def seconds(place: Place, dice: random.Random) -> dict[str, float]:
+        long = 2.0 if dice.random() < 0.1 else 0.0
+        return {"forward": (0.09 if place.rank == 1 else 0.038) * dice.uniform(0.4, 1.6), "other": long}
+
+    noisy_hosts = [
+        dataclasses.replace(one, step_s=0.45, usual_s=0.1)
+        for one in windows(mesh, seconds)  # mean and median
+    ]
+    found = stragglers.stragglers(noisy_hosts, mesh)
+    assert [(one.place.rank, one.phase) for one in found] == [(1, "forward")]
+    assert found[0].step_s == 0.1
 
 
 def test_two_slow_ranks_among_eight_are_both_named_worst_first() -> None:
