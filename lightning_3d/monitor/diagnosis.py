@@ -24,12 +24,15 @@ from lightning_3d.monitor.leaks import LeakWatch, memory_in_use
 from lightning_3d.monitor.own_time import summarize
 from lightning_3d.monitor.record import Entry, Leak, Place, RankWindow, Run, Window, Writer
 
+WINDOW = 20
+"""Batches, unless another number is asked for."""
+
 
 class Diagnosis(Callback):
     """Names slow ranks and growing memory, with rank, host, place on the mesh and phase, once per window of steps.
 
-    At the end of each window the ranks tell each other a few numbers through host memory; in between nothing is
-    exchanged. Rank 0 warns, and writes ``monitor/record.jsonl`` in the log folder, which ``lightning-3d report`` reads.
+    At the end of each window, and of training, the ranks tell each other a few numbers through host memory; in between
+    nothing is exchanged. Rank 0 warns, and writes ``monitor/record.jsonl`` in the log folder, which ``lightning-3d report`` reads.
 
     Args:
         every_n_steps: Batches in a window.
@@ -40,14 +43,14 @@ class Diagnosis(Callback):
 
     def __init__(
         self,
-        every_n_steps: int = 20,
+        every_n_steps: int = WINDOW,
         skip_steps: int = 3,
         score: float = stragglers.LIMIT,
         watch_memory: bool = True,
     ) -> None:
         if every_n_steps < stragglers.FEWEST_STEPS:
             raise ConfigError(
-                f"every_n_steps={every_n_steps}: the median of so few steps says nothing. Use"
+                f"A window of {every_n_steps} batches: the median of so few steps says nothing. Use"
                 f" {stragglers.FEWEST_STEPS} or more."
             )
         self.every_n_steps = every_n_steps
@@ -100,7 +103,11 @@ class Diagnosis(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen no more."""
+        """Look at what is left of the last window, if it is enough, and listen no more. Collective."""
+        left = (self._seen - self.skip_steps) % self.every_n_steps
+        if self._seen > self.skip_steps and left >= stragglers.FEWEST_STEPS:
+            trainer.strategy.events.flush()  # type: ignore[attr-defined]
+            self.on_window(trainer, pl_module, self._close(trainer))
         self._stop(trainer)
 
     @override

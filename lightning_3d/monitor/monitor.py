@@ -20,7 +20,7 @@ from lightning_3d.mesh import Mesh
 from lightning_3d.monitor.clocks import clock_offsets
 from lightning_3d.monitor.device_scalars import DeviceScalars
 from lightning_3d.monitor.devices import peak_flops, peak_memory
-from lightning_3d.monitor.diagnosis import Diagnosis
+from lightning_3d.monitor.diagnosis import WINDOW, Diagnosis
 from lightning_3d.monitor.figures import Figures, figures, figures_of_ranks, utilisation
 from lightning_3d.monitor.leaks import memory_in_use
 from lightning_3d.monitor.model_flops import ModelFlops, count_model
@@ -53,6 +53,7 @@ class ThreeDMonitor(Callback):
         picture_every_n_steps: Batches between pictures of a step; 0 is never.
         skip_steps: Batches at the start that are left out: they settle shapes, compile and allocate.
         diagnose: Name slow ranks and growing memory, and write the record that ``lightning-3d report`` reads.
+        window: Batches after which that is done, 4 or more; and once more when training ends.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ThreeDMonitor(Callback):
         picture_every_n_steps: int = 1000,
         skip_steps: int = 2,
         diagnose: bool = True,
+        window: int = WINDOW,
     ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("tokens_per_sample", tokens_per_sample)):
             if value is not None and value <= 0:
@@ -72,7 +74,7 @@ class ThreeDMonitor(Callback):
         self.peak_tflops = peak_tflops
         self.picture_every_n_steps = picture_every_n_steps
         self.skip_steps = skip_steps
-        self.diagnosis = Diagnosis() if diagnose else None
+        self.diagnosis = Diagnosis(window) if diagnose else None
         self.figures: Figures | None = None
         """Those of the last window, on every rank."""
         self._steps: deque[StepEvents] = deque(maxlen=_WINDOW)

@@ -126,8 +126,9 @@ def figures_of(entries: Iterable[Entry]) -> RunFigures:
             leaks[entry.place.rank, entry.kind] = entry
     if run is None or not any(rank.steps for window in windows for rank in window.ranks):
         raise ConfigError(
-            "The run has written down no window of steps: it ended before the first was full. Train longer, or give"
-            " ThreeDMonitor or Diagnosis a smaller every_n_steps."
+            "The run has written down no window of steps: it was killed before the first was full, or trained on fewer"
+            " batches than tell anything (3 are left out, 4 are the least). Train longer, or use"
+            " ThreeDMonitor(window=4)."
         )
     ranks = [_over([window.ranks[place.rank] for window in windows]) for place in run.places]
     readers = [rank for rank, place in zip(ranks, run.places, strict=True) if place.pp == 0 and place.tp == 0]
