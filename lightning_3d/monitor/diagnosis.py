@@ -32,7 +32,8 @@ class Diagnosis(Callback):
     """Names slow ranks and growing memory, with rank, host, place on the mesh and phase, once per window of steps.
 
     At the end of each window, and of training, the ranks tell each other a few numbers through host memory; in between
-    nothing is exchanged. Rank 0 warns, and writes ``monitor/record.jsonl`` in the log folder, which ``lightning-3d report`` reads.
+    nothing is exchanged. Rank 0 warns, and writes ``monitor/record.jsonl`` in the log folder, which
+    ``lightning-3d report`` reads.
 
     Args:
         every_n_steps: Batches in a window.
