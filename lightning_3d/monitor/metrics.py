@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
 PREFIX = "lightning3d_"
-LABELS = ("rank", "host", "pp", "dp", "tp", "gpu_uuid")
+LABELS = ("run", "rank", "host", "pp", "dp", "tp", "gpu_uuid")
 """Of every series."""
 
 

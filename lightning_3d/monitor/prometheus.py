@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.collectives import all_gather_object
+from lightning_3d.collectives import all_gather_object, broadcast_object
 from lightning_3d.errors import ConfigError
 from lightning_3d.events import EventSource, StepEvents
 from lightning_3d.mesh import Mesh
@@ -40,8 +41,8 @@ class ThreeDPrometheus(Callback):
 
     Each rank adds up what it does and posts the sums in a small file in memory, about once a second; the first rank of
     every host answers scrapes from these files, in threads of its own. Ranks exchange nothing for it, and neither a
-    post nor a scrape waits for the other. Every series has the labels ``rank``, ``host``, ``pp``, ``dp``, ``tp`` and
-    ``gpu_uuid``. docs/monitoring/prometheus.md lists the names, with a dashboard for Grafana.
+    post nor a scrape waits for the other. Every series has the labels ``run``, ``rank``, ``host``, ``pp``, ``dp``,
+    ``tp`` and ``gpu_uuid``. docs/monitoring/prometheus.md lists the names, with a dashboard for Grafana.
 
     Args:
         port: Of every host; 0 takes any that is free.
@@ -59,6 +60,8 @@ class ThreeDPrometheus(Callback):
             on known GPUs.
         gradient_norm_every_n_steps: Batches between norms of the gradient, each a message between ranks; by default the
             Trainer's ``log_every_n_steps``, 0 is never.
+        run: Tells this run's series from those of others; by default the end of its log folder, such as
+            ``"lightning_logs/version_3"``, or host and process of rank 0 where nothing is logged.
 
     Raises:
         ConfigError: prometheus-client is not installed, or an argument makes no sense.
@@ -75,6 +78,7 @@ class ThreeDPrometheus(Callback):
         tokens_per_sample: float | None = None,
         peak_tflops: float | None = None,
         gradient_norm_every_n_steps: int | None = None,
+        run: str | None = None,
     ) -> None:
         if importlib.util.find_spec("prometheus_client") is None:
             raise ConfigError(
@@ -96,6 +100,7 @@ class ThreeDPrometheus(Callback):
         self.tokens_per_sample = tokens_per_sample
         self.peak_tflops = peak_tflops
         self.gradient_norm_every_n_steps = gradient_norm_every_n_steps
+        self.run = run
         self.targets: list[str] = []
         """``host:port`` of every endpoint, while a run trains."""
         self._counters = RankCounters()
@@ -130,16 +135,25 @@ class ThreeDPrometheus(Callback):
         mesh = _mesh(trainer)
         self._close()
         host = socket.gethostname()
-        self._labels = {"rank": mesh.rank, "host": host, **mesh.coordinates, "gpu_uuid": gpu_uuid(mesh.device)}
+        folder = trainer.log_dir  # asks rank 0, so every rank must get here
+        log_folder = Path(folder) if folder is not None and trainer.loggers else None
+        run = self.run or ("/".join(log_folder.parts[-2:]) if log_folder is not None else f"{host}:{os.getpid()}")
+        self._labels = {
+            "run": broadcast_object(run, mesh.control_world),
+            "rank": mesh.rank,
+            "host": host,
+            **mesh.coordinates,
+            "gpu_uuid": gpu_uuid(mesh.device),
+        }
         machines = all_gather_object((host, machine()), mesh.control_world)
         neighbours = [rank for rank, where in enumerate(machines) if where == machines[mesh.rank]]
         opened = all_gather_object(self._open(neighbours) if neighbours[0] == mesh.rank else None, mesh.control_world)
         self._refuse(opened)
-        folder = opened[neighbours[0]][0]
+        notices = opened[neighbours[0]][0]
         alone = None
         if self._board is None:
             try:
-                self._notice = Notice(Noticeboard.path(Path(folder), mesh.rank))
+                self._notice = Notice(Noticeboard.path(Path(notices), mesh.rank))
             except OSError:  # a container that sees another file system than its neighbour
                 alone = self._open([mesh.rank])
         added = all_gather_object(alone, mesh.control_world)
@@ -152,7 +166,7 @@ class ThreeDPrometheus(Callback):
             for where, one in zip(machines, several, strict=True)
             if one is not None
         ]
-        self._write_targets(trainer)
+        self._write_targets(trainer, log_folder)
         self._scalars.clear()
         self._seen = 0
         self._post(trainer)
@@ -178,12 +192,11 @@ class ThreeDPrometheus(Callback):
             self._close()
             raise ConfigError("; ".join(wrong))
 
-    def _write_targets(self, trainer: Trainer) -> None:
-        folder = trainer.log_dir  # asks rank 0, so every rank must get here
+    def _write_targets(self, trainer: Trainer, log_folder: Path | None) -> None:
         rank_zero_info(f"Prometheus can scrape {', '.join(self.targets)} (path /metrics)")
         path = Path(self.targets_file) if self.targets_file is not None else None
-        if path is None and folder is not None and trainer.loggers:
-            path = Path(folder) / TARGETS
+        if path is None and log_folder is not None:
+            path = log_folder / TARGETS
         if trainer.is_global_zero and path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             whole = path.with_name(path.name + ".new")

@@ -146,7 +146,8 @@ def _parsed(text: str) -> tuple[Scrape, dict[str, str]]:
 
 def _of(values: Scrape, rank: int, **labels: str) -> Callable[[str], float]:
     """Looks up the value of a name for a rank."""
-    place = {"rank": str(rank), "host": socket.gethostname(), "gpu_uuid": ""}
+    (run,) = {dict(labels)["run"] for _, labels in values}
+    place = {"run": run, "rank": str(rank), "host": socket.gethostname(), "gpu_uuid": ""}
     place |= {"pp": str(rank // 2), "dp": "0", "tp": str(rank % 2), **labels}
     return lambda name: values[name, frozenset(place.items())]
 
@@ -172,6 +173,7 @@ def test_c65_every_rank_is_seen_while_it_trains_and_losses_stay(tmp_path: Path) 
     assert all((kind == "counter") == (name.removeprefix(PREFIX) + "_total" in METRICS) for name, kind in kinds.items())
     for _, labels in after:
         assert set(LABELS) <= dict(labels).keys()
+        assert dict(labels)["run"] == f"{tmp_path.name}/run"
     for rank in range(4):
         first, last = _of(before, rank), _of(after, rank)
         # A batch is known when the next begins, so a scrape within one does not count it.
