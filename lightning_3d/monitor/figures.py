@@ -139,6 +139,7 @@ def _slowest(ranks: Sequence[RankWindow]) -> dict[str, Slowest]:
     for name, of in (("compute", took(*COMPUTE)), ("loader", took("loader")), ("optimizer", took("optimizer"))):
         values = [of(rank) for rank in ranks]
         most = max(values)
-        if most > 0:
-            found[name] = Slowest(values.index(most), most - statistics.median(values))
+        excess = most - statistics.median(values)
+        if excess > 0:  # all that wait for one another wait alike: none of them is the slowest
+            found[name] = Slowest(values.index(most), excess)
     return found

@@ -181,9 +181,10 @@ class ThreeDMonitor(Callback):
         mesh = _mesh(trainer)
         steps = list(self._steps)
         self._steps.clear()
-        window = summarize(
-            mesh.rank, steps, {"memory": memory_in_use(mesh.device), "memory_peak": peak_memory(mesh.device)}
-        )
+        memory = memory_in_use(mesh.device)
+        # A system tells of the peak of a process late.
+        peak = max(memory, peak_memory(mesh.device))
+        window = summarize(mesh.rank, steps, {"memory": memory, "memory_peak": peak})
         with mesh.events.span(Phase.SYNC, label="monitor"):
             windows = figures_of_ranks(window, mesh.control_world)
         found = figures(windows, mesh.sizes, self.tokens_per_sample)
@@ -195,7 +196,13 @@ class ThreeDMonitor(Callback):
         if found is not None:
             layout: Any = trainer.strategy.layout  # type: ignore[attr-defined]
             values |= scalars(found, layout.bubble, self._utilisation(found, mesh, batch))
-        self._log(trainer, values, trainer.fit_loop.epoch_loop._batches_that_stepped)
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        for name, of, value in self._scalars.arrived():
+            if of == step:  # on one row of a table with the others
+                values[name] = value
+            else:
+                self._log(trainer, {name: value}, of)
+        self._log(trainer, values, step)
 
     def _log(self, trainer: Trainer, values: dict[str, float], step: int) -> None:
         pages = {id(page.logger): page for page in self._pages}
@@ -250,6 +257,7 @@ class ThreeDMonitor(Callback):
         ranks = [
             RankStep(
                 name=f"pp{stage} dp0 tp0",
+                stage=stage,
                 rank=mesh.pp.ranks[stage],
                 step=steps[which],
                 clock_offset_s=self._offsets[mesh.pp.ranks[stage]],

@@ -288,6 +288,7 @@ class ThreeDPrometheus(Callback):
     def _values(self, trainer: Trainer) -> dict[str, Any]:
         """By name of :data:`lightning_3d.monitor.metrics.METRICS`; what is not known is left out."""
         mesh, done = _mesh(trainer), self._counters
+        memory = memory_in_use(mesh.device)
         values: dict[str, Any] = {
             "global_step": trainer.global_step,
             "batches_total": done.batches,
@@ -296,8 +297,8 @@ class ThreeDPrometheus(Callback):
             "last_batch_seconds": done.last_batch_s,
             "phase_seconds_total": [([name], seconds) for name, seconds in done.phase_s.items()],
             "evaluation_seconds_total": done.evaluation_s,
-            "memory_bytes": memory_in_use(mesh.device),
-            "memory_peak_bytes": peak_memory(mesh.device),
+            "memory_bytes": memory,
+            "memory_peak_bytes": max(memory, peak_memory(mesh.device)),
             "memory_size_bytes": memory_size(mesh.device),
             "message_bytes_total": [([name], size) for name, size in done.message_bytes.items()],
             "skipped_steps_total": self._skipped,

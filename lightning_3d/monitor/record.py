@@ -229,6 +229,8 @@ def find(folder: str | Path) -> Path:
         return root
     if (root / FILE).exists():
         return root / FILE
+    if not root.exists():
+        raise ConfigError(f"{folder} does not exist, seen from {Path.cwd()}. Give the log folder of a run.")
     found = sorted(root.rglob(str(FILE)), key=lambda path: path.stat().st_mtime) if root.is_dir() else []
     if not found:
         raise ConfigError(

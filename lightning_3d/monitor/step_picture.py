@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_3d.events import Event, Phase, StepEvents
+from lightning_3d.monitor.ranges import name_of
 from lightning_3d.monitor.trace_merge import HEADER
 from lightning_3d.pictures.axes import time_axis
 from lightning_3d.pictures.colours import IDLE, MESSAGE, OF_KIND, SERIES, ink_on, shade
@@ -49,6 +50,7 @@ class RankStep:
 
     name: str
     """Such as ``"pp0 dp0 tp0"``."""
+    stage: int
     rank: int
     step: StepEvents
     clock_offset_s: float = 0.0
@@ -140,11 +142,10 @@ def step_trace(ranks: Sequence[RankStep]) -> dict[str, Any]:
         events.append({**named, "name": "process_sort_index", "args": {"sort_index": rank.rank}})
         shift = rank.shift - first
         for event in rank.step.events:
-            number = f" {event.micro_batch}" if event.micro_batch >= 0 else ""
-            label = f" {event.label}" if event.label else ""
+            row = (event.phase, event.chunk, event.micro_batch, event.label, event.bytes)
             events.append(
                 {
-                    "name": f"{event.phase.value}{label}{number}",
+                    "name": name_of(row, rank.stage),  # as a profiler's trace calls it
                     "cat": event.phase.value,
                     "ph": "X",
                     "pid": rank.rank,

@@ -81,6 +81,7 @@ def test_a_run_is_logged_and_drawn_and_trains_as_without(tmp_path: Path) -> None
     assert last["speed/tokens_per_s"] == pytest.approx(8 * 7 / last["speed/batch_s"])
     assert last["pipeline/bubble_predicted"] == pytest.approx(1 / (PIECES + 1))
     assert last["training/learning_rate"] == 0.05
+    assert last["training/gradient_norm"] > 0  # on the row of the others
     assert 0 < last["memory/now_gb_mean"] <= last["memory/peak_gb_max"]
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -97,5 +98,6 @@ def test_a_run_is_logged_and_drawn_and_trains_as_without(tmp_path: Path) -> None
     assert any("custom_scalars" in name for name in board.Tags()["tensors"])
     (trace,) = (folder / "monitor").glob("step_*.trace.json")
     names = {entry["name"] for entry in json.loads(trace.read_text())["traceEvents"]}
-    assert {f"{kind} {piece}" for kind in ("forward", "backward") for piece in range(PIECES)} <= names
+    kinds, pieces = ("forward", "backward"), range(PIECES)  # the names of ranges in a profiler's trace
+    assert {f"{kind} s{stage} c{stage} m{i}" for kind in kinds for stage in range(2) for i in pieces} <= names
     assert list((folder / "monitor").glob("step_*.svg"))

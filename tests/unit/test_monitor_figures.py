@@ -198,7 +198,10 @@ def test_flops_of_a_transformer_are_those_of_the_formula_at_every_length() -> No
 
 
 def test_a_step_is_drawn_with_every_rank_and_traced_with_every_event() -> None:
-    ranks = [RankStep(name="pp0", rank=0, step=FIRST), RankStep(name="pp1", rank=2, step=SECOND, clock_offset_s=0.5)]
+    ranks = [
+        RankStep(name="pp0", stage=0, rank=0, step=FIRST),
+        RankStep(name="pp1", stage=1, rank=2, step=SECOND, clock_offset_s=0.5),
+    ]
     drawing = draw_step(ranks, 0.25)
     assert "predicted bubble 25.0%" in drawing.description
     trace = json.loads(json.dumps(step_trace(ranks)))["traceEvents"]
