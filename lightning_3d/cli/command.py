@@ -316,7 +316,7 @@ def _is_unknown(word: str) -> bool:
 
 def _help_of_strategy(words: Sequence[str]) -> list[str]:
     """``--trainer.strategy.help`` without a class is about ours; the parser would show what all strategies have."""
-    after = [*words[1:], "--"]
+    after = [*words, "--"][1:]
     return [
         f"{word}={STRATEGY}" if word == _HELP and following.startswith("-") else word
         for word, following in zip(words, after, strict=True)

@@ -108,6 +108,8 @@ def differences(name: str, stage: int, dry: Record, real: Record) -> list[str]:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_memory_arithmetic_and_messages_are_those_of_real_ranks() -> None:
     names = list(LAYOUTS)
     ranks = run_trainer(8, real_steps, names, timeout=240)

@@ -82,7 +82,8 @@ def test_options_that_cannot_connect_ranks_are_refused_when_given(options: dict[
 
 def test_a_global_batch_that_replicas_cannot_share_is_refused_before_processes_start() -> None:
     with pytest.raises(ConfigError, match=r"global_batch_size=7 is not .* data_parallel=2, .* Use 6 or 8"):
-        Trainer(accelerator="cpu", devices=2, strategy=ThreeDStrategy(global_batch_size=7), logger=False)
+        strategy = ThreeDStrategy(tensor_parallel=1, pipeline_parallel=1, global_batch_size=7)
+        Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)
 
 
 def test_the_script_takes_over_what_was_trained_in_the_type_it_was_trained_in() -> None:

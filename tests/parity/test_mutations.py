@@ -147,12 +147,9 @@ def token_weights_are_ignored(trainer: Trainer) -> None:
 
 def fillers_count(trainer: Trainer) -> None:
     runner = trainer.strategy._steps
-    pieces = runner._pieces
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        return [replace(piece, size=max(1, piece.size)) for piece in pieces(*args, **kwargs)]
-
-    runner._pieces = counted
+    pieces, weigh = runner._pieces, runner._weigh
+    runner._pieces = lambda batch, facts, **options: pieces(batch, replace(facts, filler=False), **options)
+    runner._weigh = lambda cut, facts: weigh(cut, replace(facts, filler=False))
 
 
 # --- whole-model gradients ------------------------------------------------------------------------------------------

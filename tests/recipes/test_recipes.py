@@ -11,6 +11,7 @@ import docstring_parser
 import pytest
 import yaml
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import lightning_3d
 from lightning_3d import ThreeDStrategy
@@ -278,6 +279,8 @@ def test_variables_of_others_are_left_alone(
 ) -> None:
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "PL_WAREHOUSE"):
         monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # whatever ran in this process before
+    caplog.set_level("INFO", logger="lightning.pytorch.utilities.rank_zero")
     assert run("fit", "-c", str(QUICKSTART), "--print_config") == 0
     assert "seed_everything" in capsys.readouterr().out
     told = [message for message in caplog.messages if "PL_" in message]
