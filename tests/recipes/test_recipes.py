@@ -280,7 +280,7 @@ def test_variables_of_others_are_left_alone(
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "PL_WAREHOUSE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr(rank_zero_only, "rank", 0)  # whatever ran in this process before
-    caplog.set_level("INFO", logger="lightning.pytorch.utilities.rank_zero")
+    caplog.set_level("INFO", logger="lightning.fabric.utilities.rank_zero")
     assert run("fit", "-c", str(QUICKSTART), "--print_config") == 0
     assert "seed_everything" in capsys.readouterr().out
     told = [message for message in caplog.messages if "PL_" in message]
