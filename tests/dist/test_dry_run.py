@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
