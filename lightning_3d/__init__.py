@@ -12,8 +12,8 @@ from lightning_3d.monitor.prometheus import ThreeDPrometheus
 from lightning_3d.monitor.ranges import NVTXRanges, ThreeDProfiler
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.strategy import ThreeDStrategy
-from lightning_3d.trainer.layout import Layout
-from lightning_3d.trainer.run_report import RunReport
+from lightning_3d.trainer.logging.run_report import RunReport
+from lightning_3d.trainer.setup.layout import Layout
 
 __all__ = [
     "BatchScaledLR",

@@ -32,36 +32,36 @@ from lightning_3d.monitor.ranges import Ranges, name_spans_for
 from lightning_3d.pipeline.compiling import Compiler
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.progress import Progress
-from lightning_3d.trainer.assembly import Assembly, assemble
-from lightning_3d.trainer.callbacks import ServedCallbacks
-from lightning_3d.trainer.choice import has_choice, possible
-from lightning_3d.trainer.chooser import agree, choose_here
-from lightning_3d.trainer.clock import follow_one_clock
-from lightning_3d.trainer.compiled import TakesCompiled
-from lightning_3d.trainer.elastic import fit_to_world
-from lightning_3d.trainer.failure import FailureGuard
-from lightning_3d.trainer.flight_recorder import FlightRecorder
-from lightning_3d.trainer.global_batch import tell_schedulers
-from lightning_3d.trainer.hook_logs import HookLogs
-from lightning_3d.trainer.launcher import make_launcher
-from lightning_3d.trainer.layout import Layout
-from lightning_3d.trainer.ledger import BatchLedger
-from lightning_3d.trainer.loaders import LoaderGate
-from lightning_3d.trainer.predictions import PredictionGate
+from lightning_3d.trainer.callbacks.served import ServedCallbacks
+from lightning_3d.trainer.data.global_batch import tell_schedulers
+from lightning_3d.trainer.data.ledger import BatchLedger
+from lightning_3d.trainer.data.loaders import LoaderGate
+from lightning_3d.trainer.data.predictions import PredictionGate
+from lightning_3d.trainer.logging.hook_logs import HookLogs
+from lightning_3d.trainer.module.compiled import TakesCompiled
 from lightning_3d.trainer.preemption import Preemption
-from lightning_3d.trainer.preflight import (
+from lightning_3d.trainer.processes.elastic import fit_to_world
+from lightning_3d.trainer.processes.failure import FailureGuard
+from lightning_3d.trainer.processes.flight_recorder import FlightRecorder
+from lightning_3d.trainer.processes.watchdog import Watchdog
+from lightning_3d.trainer.setup.assembly import Assembly, assemble
+from lightning_3d.trainer.setup.choice import has_choice, possible
+from lightning_3d.trainer.setup.chooser import agree, choose_here
+from lightning_3d.trainer.setup.launcher import make_launcher
+from lightning_3d.trainer.setup.layout import Layout
+from lightning_3d.trainer.setup.preflight import (
     bubble_warning,
     check_launch,
     check_module,
     check_optimizers,
     check_plugins,
 )
-from lightning_3d.trainer.sanity import SanityChecks
-from lightning_3d.trainer.start import share_random_state, start_small
+from lightning_3d.trainer.setup.start import share_random_state, start_small
+from lightning_3d.trainer.step.clock import follow_one_clock
+from lightning_3d.trainer.step.sanity import SanityChecks
+from lightning_3d.trainer.step.steps import StepRunner
+from lightning_3d.trainer.step.torch_clipping import TorchClipping
 from lightning_3d.trainer.stepping import SteppingStrategy
-from lightning_3d.trainer.steps import StepRunner
-from lightning_3d.trainer.torch_clipping import TorchClipping
-from lightning_3d.trainer.watchdog import Watchdog
 
 Size = int | Literal["auto"]
 

@@ -25,7 +25,7 @@ from lightning_3d.collectives import all_gather_object, as_bytes
 from lightning_3d.mesh import Mesh
 
 _SHARED_LOADER = {"batches", "random", "readers"}
-"""Keys of the state of :class:`~lightning_3d.trainer.batches.SharedLoader`."""
+"""Keys of the state of :class:`~lightning_3d.trainer.data.batches.SharedLoader`."""
 _Description = tuple[str, tuple[int, ...], torch.dtype, list[tuple[tuple[int, ...], tuple[int, ...]]]]
 """Key, full shape, type, and offsets and sizes of the chunks that a rank holds."""
 

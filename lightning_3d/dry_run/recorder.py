@@ -16,7 +16,7 @@ from lightning_3d.dry_run.watch import Steps, Watch
 from lightning_3d.dry_run.world import group_names
 from lightning_3d.mesh import Mesh
 from lightning_3d.placeholder import is_placeholder
-from lightning_3d.trainer.assembly import Assembly
+from lightning_3d.trainer.setup.assembly import Assembly
 
 
 class Recorder:

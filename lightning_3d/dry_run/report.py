@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.config import Sizes
 from lightning_3d.dry_run.record import Record
 from lightning_3d.dry_run.recorder import held
-from lightning_3d.trainer.layout import Layout
+from lightning_3d.trainer.setup.layout import Layout
 
 if TYPE_CHECKING:
     from lightning_3d.dry_run.rank import Rank

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_3d.mesh import Mesh
-from lightning_3d.trainer.failure import FailureGuard, say
+from lightning_3d.trainer.processes.failure import FailureGuard, say
 from lightning_3d.trainer.state import StatefulStrategy
 
 STOP, REQUEUE = 1, 2

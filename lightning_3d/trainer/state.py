@@ -15,13 +15,13 @@ from lightning_3d import checkpoint as checkpoints
 from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.events import Phase
-from lightning_3d.trainer.assembly import Assembly
-from lightning_3d.trainer.failure import say
-from lightning_3d.trainer.host_random import HostRandomState
-from lightning_3d.trainer.launcher import ProcessLauncher
-from lightning_3d.trainer.metrics import leave_states_to_first, persistent_states, states_of_all
+from lightning_3d.trainer.data.host_random import HostRandomState
+from lightning_3d.trainer.logging.metrics import leave_states_to_first, persistent_states, states_of_all
+from lightning_3d.trainer.processes.failure import say
 from lightning_3d.trainer.replicas import ReplicaStrategy
 from lightning_3d.trainer.saving import Saving
+from lightning_3d.trainer.setup.assembly import Assembly
+from lightning_3d.trainer.setup.launcher import ProcessLauncher
 
 
 class StatefulStrategy(ReplicaStrategy):

@@ -14,12 +14,12 @@ from lightning_3d.events import EventSource, Phase
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.progress import Progress
 from lightning_3d.sharding import global_norm
-from lightning_3d.trainer.ledger import BatchFacts, BatchLedger
-from lightning_3d.trainer.loaders import LoaderGate
-from lightning_3d.trainer.predictions import PredictionGate
-from lightning_3d.trainer.sanity import SanityChecks
+from lightning_3d.trainer.data.ledger import BatchFacts, BatchLedger
+from lightning_3d.trainer.data.loaders import LoaderGate
+from lightning_3d.trainer.data.predictions import PredictionGate
 from lightning_3d.trainer.state import StatefulStrategy
-from lightning_3d.trainer.steps import StepRunner
+from lightning_3d.trainer.step.sanity import SanityChecks
+from lightning_3d.trainer.step.steps import StepRunner
 
 
 class SteppingStrategy(StatefulStrategy):

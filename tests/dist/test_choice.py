@@ -14,7 +14,7 @@ from lightning_3d.config import ParallelConfig, Sizes
 from lightning_3d.errors import ConfigError
 from lightning_3d.models import GPT
 from lightning_3d.planner import Cluster
-from lightning_3d.trainer import chooser
+from lightning_3d.trainer.setup import chooser
 from tests.harness import run_ranks, run_trainer
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from lightning_3d.checkpoint import consolidate, to_lightning
 from lightning_3d.sharding import build_sharding
-from lightning_3d.trainer import assembly
+from lightning_3d.trainer.setup import assembly
 from tests.dist.lightning_modules import (
     VOCAB,
     WIDTH,

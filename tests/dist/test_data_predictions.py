@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.trainer import predictions
+from lightning_3d.trainer.data import predictions
 from tests.dist.lightning_modules import Mesh, Tokens, loader, make_trainer, on_ranks, rows, seeded
 from tests.dist.test_data_loaders import Stream
 from tests.dist.test_metrics_values import assert_same

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from lightning_3d.checkpoint import consolidate, export_hugging_face, to_lightning
-from lightning_3d.trainer.assembly import Assembly
+from lightning_3d.trainer.setup.assembly import Assembly
 from tests.dist.hugging_face_modules import Case, CausalLM, adapted, agree, fit, lora, silence, tiny_llama, train
 from tests.dist.lightning_modules import Mesh, numbers, on_ranks, seeded, whole_weights
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
-from lightning_3d.trainer import last_checkpoint
+from lightning_3d.trainer.callbacks import last_checkpoint
 from tests.dist.lightning_modules import Mesh, Tokens, loader, make_trainer, on_ranks, rows, seeded
 from tests.harness import RankFailure
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.sharding import build_sharding
-from lightning_3d.trainer import assembly
+from lightning_3d.trainer.setup import assembly
 from tests.dist.lightning_modules import (
     Block,
     Mesh,
@@ -102,7 +102,9 @@ def train_gans(mesh: Mesh, stages: tuple[int, ...], unit_bytes: int) -> Any:
     [((1, 1, 2), (1,), 2**20), ((1, 2, 1), (0, 1, 3), 2**20), ((1, 2, 1), (1, 2, 3), 1)],
     ids=str,
 )
-def test_c16_two_optimizers_step_by_hand_as_in_one_process(mesh: Mesh, stages: tuple[int, ...], unit_bytes: int) -> None:
+def test_c16_two_optimizers_step_by_hand_as_in_one_process(
+    mesh: Mesh, stages: tuple[int, ...], unit_bytes: int
+) -> None:
     expected = [train_gan(None, accumulate=accumulate) for accumulate in (1, 2)] * len(stages)
     for rank, results in enumerate(on_ranks(train_gans, mesh, stages, unit_bytes)):
         for number, ((got_logged, got), (logged, weights)) in enumerate(zip(results, expected, strict=True)):

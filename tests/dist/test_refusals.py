@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_3d import ConfigError, StageError, ThreeDStrategy
 from lightning_3d.config import ParallelConfig, Sizes
-from lightning_3d.trainer.preflight import check_optimizers
+from lightning_3d.trainer.setup.preflight import check_optimizers
 from tests.harness import run_trainer
 
 PP2 = {"pipeline_parallel": 2, "num_micro_batches": 2}

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_3d import ConfigError, ThreeDStrategy
 from lightning_3d.pipeline.observe import call_order
-from lightning_3d.trainer.start import refuse_views
+from lightning_3d.trainer.setup.start import refuse_views
 from tests.harness import run_trainer
 
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_3d.config import Sizes
 from lightning_3d.mesh import Mesh, build_mesh
-from lightning_3d.trainer.batches import BatchLedger, ReaderError, SharedLoader
-from lightning_3d.trainer.sampler import shard
+from lightning_3d.trainer.data.batches import BatchLedger, ReaderError, SharedLoader
+from lightning_3d.trainer.data.sampler import shard
 from tests.harness import run_ranks
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_3d.config import Sizes
 from lightning_3d.mesh import build_mesh
-from lightning_3d.trainer.failure import FailureGuard, SiblingFailure
+from lightning_3d.trainer.processes.failure import FailureGuard, SiblingFailure
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]

@@ -13,12 +13,12 @@ from torchmetrics.classification import BinaryAccuracy
 
 from lightning_3d.config import Sizes
 from lightning_3d.mesh import Mesh, build_mesh
-from lightning_3d.trainer.ledger import BatchFacts
-from lightning_3d.trainer.logs import LogRelay
-from lightning_3d.trainer.metrics import bind_metrics
-from lightning_3d.trainer.mirror import StateMirror
-from lightning_3d.trainer.outputs import combine
-from lightning_3d.trainer.report import StepReport
+from lightning_3d.trainer.data.ledger import BatchFacts
+from lightning_3d.trainer.logging.logs import LogRelay
+from lightning_3d.trainer.logging.metrics import bind_metrics
+from lightning_3d.trainer.module.mirror import StateMirror
+from lightning_3d.trainer.data.outputs import combine
+from lightning_3d.trainer.step.report import StepReport
 from tests.harness import run_ranks
 
 Step = Callable[[Any, torch.Tensor, int], Any]

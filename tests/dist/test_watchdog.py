@@ -23,8 +23,8 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import build_mesh
 from lightning_3d.progress import Progress
 from lightning_3d.schedules import Action, Kind
-from lightning_3d.trainer.failure import FailureGuard
-from lightning_3d.trainer.watchdog import Watchdog
+from lightning_3d.trainer.processes.failure import FailureGuard
+from lightning_3d.trainer.processes.watchdog import Watchdog
 from tests.dist.lightning_modules import Mesh, Tokens, loader, make_trainer, on_ranks, rows, seeded
 from tests.harness import run_ranks
 

@@ -26,7 +26,7 @@ from lightning_3d.schedules import Kind, Schedule, build
 from lightning_3d.sharding import gradients, reducer, sharding
 from lightning_3d.sharding.reducer import local_of
 from lightning_3d.tensor_parallel import collectives, convert, embedding, layers, linear, loss, region, sequence
-from lightning_3d.trainer import steps
+from lightning_3d.trainer.step import steps
 from tests.harness import RankFailure, run_trainer
 from tests.parity.record import Numbers, compare
 from tests.parity.table import Row, reference, run_row

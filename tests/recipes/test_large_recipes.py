@@ -15,7 +15,7 @@ from lightning_3d.cli.plan_recipe import prediction
 from lightning_3d.models import GPT, CausalLM
 from lightning_3d.planner import Cluster, Plan, plan
 from lightning_3d.planner.reading import shape_of_module
-from lightning_3d.trainer.outline import outline
+from lightning_3d.trainer.setup.outline import outline
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "recipes.md"

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from lightning_3d.trainer.ledger import BatchFacts, BatchLedger
+from lightning_3d.trainer.data.ledger import BatchFacts, BatchLedger
 
 
 def test_a_batch_of_several_loaders_counts_by_the_first_part_that_counts_and_tells_of_repeated_samples() -> None:

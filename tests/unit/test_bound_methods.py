@@ -8,7 +8,7 @@ from multiprocessing.reduction import ForkingPickler
 from types import MethodType
 from typing import Any
 
-from lightning_3d.trainer.methods import bound_as_they_are
+from lightning_3d.trainer.module.methods import bound_as_they_are
 
 
 class Base:

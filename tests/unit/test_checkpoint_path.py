@@ -12,7 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import CheckpointError
-from lightning_3d.trainer.preflight import check_checkpoint
+from lightning_3d.trainer.setup.preflight import check_checkpoint
 
 
 def _trainer(start_method: Any, folder: Path) -> Trainer:

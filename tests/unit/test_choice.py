@@ -16,10 +16,10 @@ from lightning_3d.config import ParallelConfig, Sizes
 from lightning_3d.errors import ConfigError
 from lightning_3d.models import GPT
 from lightning_3d.planner import Cluster
-from lightning_3d.trainer.choice import Choice, Circumstances, choose, has_choice, possible
-from lightning_3d.trainer.holdings import cut_parameters, fullest_rank
-from lightning_3d.trainer.machine import UNKNOWN, cluster_here
-from lightning_3d.trainer.outline import NotYetKnown, outline
+from lightning_3d.trainer.setup.choice import Choice, Circumstances, choose, has_choice, possible
+from lightning_3d.trainer.setup.holdings import cut_parameters, fullest_rank
+from lightning_3d.trainer.setup.machine import UNKNOWN, cluster_here
+from lightning_3d.trainer.setup.outline import NotYetKnown, outline
 
 ONE_GB = 1e9
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_3d.config import ParallelConfig, Sizes
 from lightning_3d.errors import ConfigError
-from lightning_3d.trainer.elastic import World, fit_layout
+from lightning_3d.trainer.processes.elastic import World, fit_layout
 
 
 def wishes(tp: int, pp: int, dp: int | str = "auto", **options: Any) -> ParallelConfig:

@@ -6,7 +6,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import MeanMetric, MetricTracker
 
-from lightning_3d.trainer.late_modules import LateModules
+from lightning_3d.trainer.module.late_modules import LateModules
 
 
 def test_what_comes_or_is_replaced_next_to_the_parameters_is_noticed_once() -> None:

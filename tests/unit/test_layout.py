@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_3d.config import ParallelConfig, Sizes
-from lightning_3d.trainer.layout import Layout, expected_micro_batches
+from lightning_3d.trainer.setup.layout import Layout, expected_micro_batches
 
 SIZES = Sizes(pp=4, dp=2, tp=1)
 

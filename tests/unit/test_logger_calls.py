@@ -15,8 +15,8 @@ from lightning.pytorch.loggers.logger import rank_zero_experiment
 
 from lightning_3d.errors import ConfigError, StageError
 from lightning_3d.placeholder import Placeholder
-from lightning_3d.trainer.logger_calls import LoggerCalls
-from lightning_3d.trainer.messages import decode, encode
+from lightning_3d.trainer.data.messages import decode, encode
+from lightning_3d.trainer.logging.logger_calls import LoggerCalls
 from lightning_3d.trainer.replicas import ReplicaStrategy
 
 

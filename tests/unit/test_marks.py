@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.trainer.marks import Marks
+from lightning_3d.trainer.module.marks import Marks
 
 
 def sent(value: Any) -> Any:

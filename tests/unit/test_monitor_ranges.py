@@ -13,7 +13,7 @@ from lightning_3d import NVTXRanges, ThreeDStrategy
 from lightning_3d.errors import ConfigError
 from lightning_3d.events import EventSource, Phase
 from lightning_3d.monitor.ranges import Ranges, name_of
-from lightning_3d.trainer.flight_recorder import FlightRecorder
+from lightning_3d.trainer.processes.flight_recorder import FlightRecorder
 
 
 def test_names_tell_stage_chunk_and_micro_batch() -> None:

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
-from lightning_3d.trainer.notices import Notices
+from lightning_3d.trainer.logging.notices import Notices
 
 
 def mesh(rank: int, replicas: int) -> Any:

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer, seed_everything
 
 from lightning_3d.events import Event, Phase, StepEvents
 from lightning_3d.models import GPT, ByteText
-from lightning_3d.trainer.run_report import RankFacts, RunReport, Totals, _rank_table, bubble_of_stages
+from lightning_3d.trainer.logging.run_report import RankFacts, RunReport, Totals, _rank_table, bubble_of_stages
 
 
 def step(seconds: float, *events: Event) -> StepEvents:

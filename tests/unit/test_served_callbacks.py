@@ -23,11 +23,11 @@ from lightning.pytorch.utilities.model_summary import summarize
 from torch import Tensor, nn
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.trainer.callbacks import refuse
-from lightning_3d.trainer.failure import FailureGuard, SiblingFailure
-from lightning_3d.trainer.last_checkpoint import ExceptionCheckpoints
-from lightning_3d.trainer.measuring_callbacks import serve_throughput
-from lightning_3d.trainer.model_summary import WholeSummary, held_by_stage
+from lightning_3d.trainer.callbacks.last_checkpoint import ExceptionCheckpoints
+from lightning_3d.trainer.callbacks.measuring_callbacks import serve_throughput
+from lightning_3d.trainer.callbacks.model_summary import WholeSummary, held_by_stage
+from lightning_3d.trainer.callbacks.served import refuse
+from lightning_3d.trainer.processes.failure import FailureGuard, SiblingFailure
 from tests.dist.lightning_modules import WIDTH, Tokens
 
 

@@ -17,7 +17,7 @@ LINES_AT_MOST = 500
 NAMELESS = re.compile(r"(^|_)(utils?|helpers?|common|misc)$")
 
 # Top first. An entry may import the entries below it, and itself; entries of one line do not know each other.
-# A name stands for a module or a folder of lightning_3d; "trainer.failure" takes one module out of its folder.
+# A name stands for a module or a folder of lightning_3d; "trainer.data" takes one out of its folder.
 LAYERS = """
     __main__
     __init__
@@ -25,6 +25,14 @@ LAYERS = """
     dry_run
     recipes  models
     strategy
+    trainer.stepping  trainer.preemption
+    trainer.step  trainer.state
+    trainer.callbacks  trainer.saving
+    trainer.setup
+    trainer.logging
+    trainer.processes
+    trainer.module  trainer.replicas
+    trainer.data
     trainer
     monitor
     precision

@@ -12,8 +12,8 @@ from torch import nn
 from torchmetrics.classification import BinaryAccuracy
 
 from lightning_3d.placeholder import Placeholder
-from lightning_3d.trainer.messages import decode, encode
-from lightning_3d.trainer.mirror import StateMirror
+from lightning_3d.trainer.data.messages import decode, encode
+from lightning_3d.trainer.module.mirror import StateMirror
 
 
 class _Average:

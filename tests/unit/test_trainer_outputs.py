@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lightning_3d.trainer.outputs import combine
+from lightning_3d.trainer.data.outputs import combine
 
 
 def test_losses_become_their_weighted_mean() -> None:

@@ -12,7 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Axis
-from lightning_3d.trainer.sampler import index_sampler, set_batch_size, shard
+from lightning_3d.trainer.data.sampler import index_sampler, set_batch_size, shard
 
 
 def _axis(rank: int, size: int) -> Axis:

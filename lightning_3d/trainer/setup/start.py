@@ -15,7 +15,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.fingerprint import fingerprints
 from lightning_3d.initialization import LARGE, Recipes, deferring, is_deferred, reading_late
 from lightning_3d.mesh import Mesh
-from lightning_3d.trainer.host_random import HostRandomState
+from lightning_3d.trainer.data.host_random import HostRandomState
 
 
 def share_random_state(mesh: Mesh) -> None:

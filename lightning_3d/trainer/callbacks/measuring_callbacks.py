@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_3d.collectives import all_reduce
 from lightning_3d.mesh import Mesh
-from lightning_3d.trainer.ledger import BatchLedger
+from lightning_3d.trainer.data.ledger import BatchLedger
 
 
 class RateSearch:

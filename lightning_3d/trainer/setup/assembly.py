@@ -34,11 +34,11 @@ from lightning_3d.placeholder import is_placeholder, refuse_lost_writes
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.random import States, StepStreams
 from lightning_3d.sharding import Sharding, build_sharding, make_ties
-from lightning_3d.trainer.kept import KeptParameters
-from lightning_3d.trainer.layout import Layout, expected_micro_batches
-from lightning_3d.trainer.metrics import bind_metrics
-from lightning_3d.trainer.parameter_hooks import ParameterHooks, refuse_late_hooks
-from lightning_3d.trainer.start import own_memory, refuse_views, share_random_state, share_weights
+from lightning_3d.trainer.logging.metrics import bind_metrics
+from lightning_3d.trainer.module.kept import KeptParameters
+from lightning_3d.trainer.module.parameter_hooks import ParameterHooks, refuse_late_hooks
+from lightning_3d.trainer.setup.layout import Layout, expected_micro_batches
+from lightning_3d.trainer.setup.start import own_memory, refuse_views, share_random_state, share_weights
 
 _ATTRIBUTE = "_lightning_3d_assembly"
 

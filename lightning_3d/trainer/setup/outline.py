@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_3d.initialization import deferring, reading_late
-from lightning_3d.trainer.host_random import HostRandomState
+from lightning_3d.trainer.data.host_random import HostRandomState
 
 
 class NotYetKnown(Exception):

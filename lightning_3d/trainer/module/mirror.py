@@ -19,8 +19,8 @@ from torchmetrics import Metric
 
 from lightning_3d.errors import StageError
 from lightning_3d.placeholder import Placeholder
-from lightning_3d.trainer.late_modules import LateModules
-from lightning_3d.trainer.messages import encode
+from lightning_3d.trainer.data.messages import encode
+from lightning_3d.trainer.module.late_modules import LateModules
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_3d.collectives import all_gather_object
 from lightning_3d.mesh import Mesh
-from lightning_3d.trainer.ledger import BatchFacts, BatchLedger
-from lightning_3d.trainer.logs import LogRelay
-from lightning_3d.trainer.mirror import StateMirror
+from lightning_3d.trainer.data.ledger import BatchFacts, BatchLedger
+from lightning_3d.trainer.logging.logs import LogRelay
+from lightning_3d.trainer.module.mirror import StateMirror
 
 _LOGGING_HOOKS = tuple(
     name for name, allowed in _FxValidator.functions.items() if allowed is not None and name.startswith("on_")

@@ -13,7 +13,7 @@ from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.lr_scaling import BatchScaledLR
 from lightning_3d.mesh import Mesh
-from lightning_3d.trainer.sampler import ReplicaBatchSampler
+from lightning_3d.trainer.data.sampler import ReplicaBatchSampler
 
 
 def tell_schedulers(

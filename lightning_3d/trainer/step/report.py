@@ -10,10 +10,10 @@ from lightning.pytorch import LightningModule
 
 from lightning_3d.events import Phase
 from lightning_3d.mesh import Mesh
-from lightning_3d.trainer.logger_calls import LoggerCalls
-from lightning_3d.trainer.logs import LogRelay
-from lightning_3d.trainer.messages import Channel
-from lightning_3d.trainer.mirror import Snapshot, StateMirror
+from lightning_3d.trainer.data.messages import Channel
+from lightning_3d.trainer.logging.logger_calls import LoggerCalls
+from lightning_3d.trainer.logging.logs import LogRelay
+from lightning_3d.trainer.module.mirror import Snapshot, StateMirror
 
 _OUTPUT = "output"
 """What a replica tells whose step returned something."""

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.trainer.kept import renew_ids
+from lightning_3d.trainer.module.kept import renew_ids
 
 
 @dataclass(frozen=True)

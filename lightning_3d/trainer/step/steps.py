@@ -37,13 +37,13 @@ from lightning_3d.pipeline.needs import Alone
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.random import mix_seed
 from lightning_3d.tensor_parallel import mixing_refused
-from lightning_3d.trainer.assembly import Assembly
-from lightning_3d.trainer.ledger import BatchFacts, BatchLedger
-from lightning_3d.trainer.logs import LogRelay
-from lightning_3d.trainer.mirror import StateMirror
-from lightning_3d.trainer.outputs import combine
-from lightning_3d.trainer.preflight import MICRO_BATCHES_PER_STAGE, bubble_warning, check_steps
-from lightning_3d.trainer.report import StepReport
+from lightning_3d.trainer.data.ledger import BatchFacts, BatchLedger
+from lightning_3d.trainer.data.outputs import combine
+from lightning_3d.trainer.logging.logs import LogRelay
+from lightning_3d.trainer.module.mirror import StateMirror
+from lightning_3d.trainer.setup.assembly import Assembly
+from lightning_3d.trainer.setup.preflight import MICRO_BATCHES_PER_STAGE, bubble_warning, check_steps
+from lightning_3d.trainer.step.report import StepReport
 
 
 class StepRunner:

@@ -10,10 +10,10 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
-from lightning_3d.trainer.batches import SharedLoader, Stopping
-from lightning_3d.trainer.host_random import GeneratorStates
-from lightning_3d.trainer.ledger import BatchLedger
-from lightning_3d.trainer.sampler import set_batch_size, shard, take_over_sampling
+from lightning_3d.trainer.data.batches import SharedLoader, Stopping
+from lightning_3d.trainer.data.host_random import GeneratorStates
+from lightning_3d.trainer.data.ledger import BatchLedger
+from lightning_3d.trainer.data.sampler import set_batch_size, shard, take_over_sampling
 
 
 class LoaderGate:

@@ -16,9 +16,9 @@ from torch import Tensor
 from lightning_3d.collectives import all_gather_object
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
-from lightning_3d.trainer.ledger import BatchLedger
-from lightning_3d.trainer.outputs import combine
-from lightning_3d.trainer.sampler import ReplicaBatchSampler, ReplicaSampler, index_sampler, reads_everything
+from lightning_3d.trainer.data.ledger import BatchLedger
+from lightning_3d.trainer.data.outputs import combine
+from lightning_3d.trainer.data.sampler import ReplicaBatchSampler, ReplicaSampler, index_sampler, reads_everything
 
 
 class PredictionGate:

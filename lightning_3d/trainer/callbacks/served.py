@@ -16,15 +16,15 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
 from lightning_3d.monitor.monitor import ThreeDMonitor
 from lightning_3d.monitor.prometheus import ThreeDPrometheus
-from lightning_3d.trainer.averaging import Averaging
-from lightning_3d.trainer.batches import BatchLedger
-from lightning_3d.trainer.data_assignment import DataAssignment
-from lightning_3d.trainer.failure import FailureGuard
-from lightning_3d.trainer.last_checkpoint import ExceptionCheckpoints
-from lightning_3d.trainer.loggers import Graphs, agree_on_versions
-from lightning_3d.trainer.measuring_callbacks import RateSearch, serve_throughput
-from lightning_3d.trainer.model_summary import Summaries
-from lightning_3d.trainer.notices import Notices
+from lightning_3d.trainer.callbacks.averaging import Averaging
+from lightning_3d.trainer.callbacks.last_checkpoint import ExceptionCheckpoints
+from lightning_3d.trainer.callbacks.measuring_callbacks import RateSearch, serve_throughput
+from lightning_3d.trainer.callbacks.model_summary import Summaries
+from lightning_3d.trainer.data.batches import BatchLedger
+from lightning_3d.trainer.logging.loggers import Graphs, agree_on_versions
+from lightning_3d.trainer.logging.notices import Notices
+from lightning_3d.trainer.module.data_assignment import DataAssignment
+from lightning_3d.trainer.processes.failure import FailureGuard
 
 
 class ServedCallbacks:

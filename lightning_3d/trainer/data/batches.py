@@ -22,10 +22,10 @@ from lightning_3d.errors import ThreeDError
 from lightning_3d.events import Phase
 from lightning_3d.mesh import Mesh, where
 from lightning_3d.pipeline.micro_batches import batch_size_of
-from lightning_3d.trainer.host_random import GeneratorStates, HostRandomState, without_drawing
-from lightning_3d.trainer.ledger import BatchFacts, BatchLedger
-from lightning_3d.trainer.messages import Channel, NotSent
-from lightning_3d.trainer.sampler import ReplicaBatchSampler, index_sampler
+from lightning_3d.trainer.data.host_random import GeneratorStates, HostRandomState, without_drawing
+from lightning_3d.trainer.data.ledger import BatchFacts, BatchLedger
+from lightning_3d.trainer.data.messages import Channel, NotSent
+from lightning_3d.trainer.data.sampler import ReplicaBatchSampler, index_sampler
 
 _BATCH, _END, _ERROR = range(3)
 _NEW, _SAME = range(2)
@@ -82,7 +82,7 @@ class SharedLoader:
     of the pass is drawn again and what was read is left out.
 
     Args:
-        loader: What this replica reads, see :func:`~lightning_3d.trainer.sampler.shard`. Any iterable.
+        loader: What this replica reads, see :func:`~lightning_3d.trainer.data.sampler.shard`. Any iterable.
         mesh: The mesh. Collective: all ranks wrap their loaders in the same order.
         ledger: Where the facts of every batch are noted.
         track_indices: Also share which samples a batch holds, for writers of predictions.

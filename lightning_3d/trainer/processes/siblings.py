@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_3d.trainer.tether import started
+from lightning_3d.trainer.processes.tether import started
 
 
 @dataclass(frozen=True)

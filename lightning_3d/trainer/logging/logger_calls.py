@@ -18,9 +18,9 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.foreign import refuse_foreign
 from lightning_3d.placeholder import user_line
-from lightning_3d.trainer.failure import say
-from lightning_3d.trainer.messages import encode
-from lightning_3d.trainer.outputs import combine
+from lightning_3d.trainer.data.messages import encode
+from lightning_3d.trainer.data.outputs import combine
+from lightning_3d.trainer.processes.failure import say
 from lightning_3d.trainer.replicas import ReplicaStrategy
 
 _PLAIN = (type(None), bool, int, float, str, bytes, os.PathLike)

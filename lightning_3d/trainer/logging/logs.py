@@ -20,8 +20,8 @@ from lightning_3d.errors import StageError
 from lightning_3d.events import Phase
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.foreign import refuse_foreign
-from lightning_3d.trainer.ledger import BatchFacts
-from lightning_3d.trainer.metrics import States, StepStates
+from lightning_3d.trainer.data.ledger import BatchFacts
+from lightning_3d.trainer.logging.metrics import States, StepStates
 
 
 class LogKey(NamedTuple):

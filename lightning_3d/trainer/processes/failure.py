@@ -25,9 +25,9 @@ import torch.distributed as dist
 from lightning_3d.collectives import all_gather_object
 from lightning_3d.errors import ThreeDError
 from lightning_3d.mesh import Mesh, where
-from lightning_3d.trainer.batches import ReaderError
-from lightning_3d.trainer.siblings import Identity, Siblings
-from lightning_3d.trainer.tether import Holder, release
+from lightning_3d.trainer.data.batches import ReaderError
+from lightning_3d.trainer.processes.siblings import Identity, Siblings
+from lightning_3d.trainer.processes.tether import Holder, release
 
 GRACE_S = 12.0
 """How long a rank may take to stop by itself once the job has failed."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
-from lightning_3d.trainer.failure import FailureGuard, say
+from lightning_3d.trainer.processes.failure import FailureGuard, say
 
 _PATIENCE_S = 10.0
 """How long a rank that has raised waits for the others before it tells them to stop."""

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from lightning_3d.mesh import Mesh, where
 from lightning_3d.progress import Progress
-from lightning_3d.trainer.failure import FailureGuard
-from lightning_3d.trainer.flight_recorder import FlightRecorder
+from lightning_3d.trainer.processes.failure import FailureGuard
+from lightning_3d.trainer.processes.flight_recorder import FlightRecorder
 
 _ANSWER_S = 5.0
 """How long ranks have to say where they stand once one of them has called."""

@@ -39,7 +39,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.trainer.failure import (
+from lightning_3d.trainer.module.marks import Marks
+from lightning_3d.trainer.module.methods import bound_as_they_are
+from lightning_3d.trainer.processes.failure import (
     GRACE_S,
     FailureGuard,
     SiblingFailure,
@@ -49,11 +51,9 @@ from lightning_3d.trainer.failure import (
     print_once,
     say,
 )
-from lightning_3d.trainer.marks import Marks
-from lightning_3d.trainer.methods import bound_as_they_are
-from lightning_3d.trainer.preflight import check_checkpoint
-from lightning_3d.trainer.rank_errors import PrintedError, ending, rank_error
-from lightning_3d.trainer.tether import tethered
+from lightning_3d.trainer.processes.rank_errors import PrintedError, ending, rank_error
+from lightning_3d.trainer.processes.tether import tethered
+from lightning_3d.trainer.setup.preflight import check_checkpoint
 
 _PRELOADED = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "lightning.pytorch", "lightning_3d"]
 _KILL_AFTER_S = 5.0

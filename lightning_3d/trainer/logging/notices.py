@@ -21,7 +21,7 @@ class Notices:
 
     Some of Lightning's callbacks (EarlyStopping, BackboneFinetuning) say on every rank what is the same on all: it is
     left to rank 0. And ``self.log(..., sync_dist=True)`` is recommended for what hooks log, which with one replica
-    changes nothing; with several, :class:`~lightning_3d.trainer.hook_logs.HookLogs` combines what they log.
+    changes nothing; with several, :class:`~lightning_3d.trainer.logging.hook_logs.HookLogs` combines what they log.
     """
 
     def __init__(self) -> None:

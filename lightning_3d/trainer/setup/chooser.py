@@ -14,9 +14,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.planner.gpus import CPU
-from lightning_3d.trainer.choice import Choice, Circumstances, choose
-from lightning_3d.trainer.machine import UNKNOWN, cluster_here
-from lightning_3d.trainer.outline import NotYetKnown, outline
+from lightning_3d.trainer.setup.choice import Choice, Circumstances, choose
+from lightning_3d.trainer.setup.machine import UNKNOWN, cluster_here
+from lightning_3d.trainer.setup.outline import NotYetKnown, outline
 
 _LENGTHS = ("sequence_length", "seq_length", "seq_len", "block_size", "max_length", "max_seq_len")
 

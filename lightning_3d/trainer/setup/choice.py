@@ -18,8 +18,8 @@ from lightning_3d.planner.memory import GB, stage_memory
 from lightning_3d.planner.reading import shape_of_module
 from lightning_3d.planner.search import RESERVE
 from lightning_3d.planner.split import balanced_split
-from lightning_3d.trainer.holdings import fullest_rank
-from lightning_3d.trainer.preflight import check_layers
+from lightning_3d.trainer.setup.holdings import fullest_rank
+from lightning_3d.trainer.setup.preflight import check_layers
 
 SAME = 0.10
 """Difference of step times that a prediction does not tell: about its median error (docs/planner.md)."""

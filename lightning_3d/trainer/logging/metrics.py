@@ -21,7 +21,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_3d.collectives import Op, all_gather, all_gather_object, all_reduce, as_bytes
 from lightning_3d.events import Phase
 from lightning_3d.mesh import Mesh
-from lightning_3d.trainer.late_modules import LateModules
+from lightning_3d.trainer.module.late_modules import LateModules
 
 States = Mapping[str, Any]
 """What a metric holds: tensors and lists of tensors, by name."""
