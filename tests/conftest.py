@@ -37,6 +37,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def _speaks_as_rank_zero() -> None:
+    """What Lightning says on rank 0 alone is heard here, whichever rank an earlier test took this process for."""
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    rank_zero_only.rank = 0  # type: ignore[attr-defined]
+
+
 def _has_gpu() -> bool:
     import torch
 

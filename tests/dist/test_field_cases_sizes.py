@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging.handlers
 import subprocess
+from collections.abc import Callable
 from typing import Any
 
-import lightning_utilities.core.rank_zero as rank_zero_module
 import pytest
 import torch.multiprocessing as mp
 from lightning.pytorch import Trainer
@@ -17,6 +16,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.models import GPT
 from tests.dist.lightning_modules import Tokens, rows
 from tests.harness import run_trainer
+from tests.told import told
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -158,15 +158,10 @@ def test_c62_under_torchrun_every_rank_refuses_at_once(options: dict[str, Any], 
     assert len(set(messages)) == 1 and word in messages[0]
 
 
-def told(make: Any, *args: Any) -> list[str]:
-    """What rank 0 says of micro-batches."""
-    handler = logging.handlers.BufferingHandler(1000)
-    rank_zero_module.log.addHandler(handler)
-    try:
-        make(*args)
-    finally:
-        rank_zero_module.log.removeHandler(handler)
-    return [text for record in handler.buffer if "micro-batches per step" in (text := record.getMessage())]
+def told_of_micro_batches(make: Callable[[], Any]) -> list[str]:
+    with told() as texts:
+        make()
+    return [text for text in texts if "micro-batches per step" in text]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +175,7 @@ def told(make: Any, *args: Any) -> list[str]:
     ],
 )
 def test_c62_too_few_micro_batches_are_told_of_with_the_bubble(options: dict[str, Any], words: list[str]) -> None:
-    messages = told(lambda: trainer(**options))
+    messages = told_of_micro_batches(lambda: trainer(**options))
     assert bool(messages) == bool(words)
     assert not [word for word in words if word not in messages[0]], messages
 
@@ -191,7 +186,7 @@ def told_in_training(rank: int, world: int) -> list[list[str]]:
         run = Trainer(accelerator="cpu", devices=world, strategy=strategy, max_epochs=1, **QUIET)
         run.fit(Tokens(), DataLoader(rows(6), batch_size=samples))
 
-    return [told(fit, 2), told(lambda: fit(3, micro_batch_size=2))]
+    return [told_of_micro_batches(lambda: fit(2)), told_of_micro_batches(lambda: fit(3, micro_batch_size=2))]
 
 
 def test_c62_a_batch_that_could_be_cut_into_more_is_told_of_once() -> None:

@@ -11,12 +11,12 @@ import docstring_parser
 import pytest
 import yaml
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import lightning_3d
 from lightning_3d import ThreeDStrategy
 from lightning_3d.cli import main
 from lightning_3d.cli.command import CLI, SUBCOMMANDS
+from tests.told import told
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 QUICKSTART = next(path for path in RECIPES if path.stem == "quickstart")
@@ -275,16 +275,15 @@ def test_variables_that_name_no_command_are_refused(
 
 
 def test_variables_of_others_are_left_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "PL_WAREHOUSE"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(rank_zero_only, "rank", 0)  # whatever ran in this process before
-    caplog.set_level("INFO", logger="lightning.fabric.utilities.rank_zero")
-    assert run("fit", "-c", str(QUICKSTART), "--print_config") == 0
+    with told() as texts:
+        assert run("fit", "-c", str(QUICKSTART), "--print_config") == 0
     assert "seed_everything" in capsys.readouterr().out
-    told = [message for message in caplog.messages if "PL_" in message]
-    assert len(told) == 1 and "PL_WAREHOUSE is not an option" in told[0]
+    named = [text for text in texts if "PL_" in text]
+    assert len(named) == 1 and "PL_WAREHOUSE is not an option" in named[0]
 
 
 def test_a_schedule_for_the_batch_is_given_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
