@@ -17,7 +17,8 @@ from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.blocks import BlockList, ChunkMap, find_block_lists
 from lightning_3d.pipeline.ties import find_shared
 from lightning_3d.tensor_parallel import AppliedPlan, LayerPlan
-from lightning_3d.trainer.setup.assembly import chunk_map, describe
+from lightning_3d.trainer.setup.assembly import describe
+from lightning_3d.trainer.setup.blueprint import chunk_map
 from lightning_3d.trainer.setup.layout import Layout
 from lightning_3d.trainer.setup.preflight import check_steps
 

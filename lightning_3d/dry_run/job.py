@@ -25,7 +25,8 @@ from lightning_3d.pipeline.micro_batches import piece_sizes
 from lightning_3d.pipeline.wrappers import unwrap
 from lightning_3d.schedules import in_flight
 from lightning_3d.strategy import ThreeDStrategy
-from lightning_3d.trainer.setup.assembly import Blueprint, describe, draw
+from lightning_3d.trainer.setup.assembly import describe
+from lightning_3d.trainer.setup.blueprint import Blueprint, draw
 from lightning_3d.trainer.setup.preflight import bubble_warning, check_steps
 
 AT_ONCE = 2

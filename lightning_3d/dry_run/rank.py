@@ -25,7 +25,8 @@ from lightning_3d.pipeline.links import Link
 from lightning_3d.pipeline.micro_batches import MicroBatch
 from lightning_3d.strategy import ThreeDStrategy
 from lightning_3d.trainer.data.batches import BatchLedger
-from lightning_3d.trainer.setup.assembly import Assembly, Blueprint, assemble
+from lightning_3d.trainer.setup.assembly import Assembly, assemble
+from lightning_3d.trainer.setup.blueprint import Blueprint
 from lightning_3d.trainer.step.sanity import SanityChecks
 from lightning_3d.trainer.step.steps import StepRunner
 

@@ -14,7 +14,7 @@ from lightning_3d.dry_run.rank import Batch, Rank
 from lightning_3d.dry_run.world import standing_in
 from lightning_3d.pipeline.blocks import ChunkMap
 from lightning_3d.pipeline.links import Link
-from lightning_3d.trainer.setup.assembly import Blueprint
+from lightning_3d.trainer.setup.blueprint import Blueprint
 
 
 @dataclass(frozen=True)

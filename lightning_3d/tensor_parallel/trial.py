@@ -30,6 +30,10 @@ class Trial:
     shapes: dict[int, Size] | str
     """Shapes of what the whole block returns and others read, by leaf; or why it does not run without values."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without the block, on its way to another rank: there another of the same kind takes its place."""
+        return Trial, (nn.Identity(), self.call, self.ground, self.tp, self.sequence_dim, self.shapes)
+
     @classmethod
     def of(cls, block: nn.Module, call: BlockCall, ground: Ground, tp: int, sequence_dim: int | None) -> Trial:
         """Run the whole ``block`` once."""

@@ -22,7 +22,8 @@ from lightning_3d.pipeline.costs import Costs, flop_costs, parameter_costs, reco
 from lightning_3d.pipeline.flops import FlopCounter, count_flops
 from lightning_3d.pipeline.recurrent import FewSteps
 from lightning_3d.pipeline.timing import time_costs
-from lightning_3d.trainer.setup.assembly import chunk_map, describe
+from lightning_3d.trainer.setup.assembly import describe
+from lightning_3d.trainer.setup.blueprint import chunk_map
 
 VOCABULARY, WIDTH, LENGTH = 1000, 16, 64
 

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_3d import tensor_parallel
 from lightning_3d.checkpoint import state_dict_keys
-from lightning_3d.collectives import broadcast_object
 from lightning_3d.config import ParallelConfig, Sizes
 from lightning_3d.errors import ConfigError
 from lightning_3d.initialization import following, is_deferred, materialise, missing_values, rebuild
 from lightning_3d.mesh import Mesh
-from lightning_3d.pipeline.blocks import BlockList, ChunkMap, find_block_lists, share_out
+from lightning_3d.pipeline.blocks import ChunkMap
 from lightning_3d.pipeline.compiling import choose_parts, compile_parts
-from lightning_3d.pipeline.costs import Costing, Costs, Positions, flop_costs, recomputed_share
 from lightning_3d.pipeline.cut import Cut
 from lightning_3d.pipeline.engine import Engine
-from lightning_3d.pipeline.observe import call_order
 from lightning_3d.pipeline.recompute import recompute_blocks, recompute_wrapped
 from lightning_3d.pipeline.stage import Stage
 from lightning_3d.pipeline.ties import find_shared
-from lightning_3d.pipeline.timing import time_costs
-from lightning_3d.pipeline.wrappers import Wishes, unwrap
+from lightning_3d.pipeline.wrappers import unwrap
 from lightning_3d.placeholder import is_placeholder, refuse_lost_writes
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.random import States, StepStreams
@@ -37,6 +33,7 @@ from lightning_3d.sharding import Sharding, build_sharding, make_ties
 from lightning_3d.trainer.logging.metrics import bind_metrics
 from lightning_3d.trainer.module.kept import KeptParameters
 from lightning_3d.trainer.module.parameter_hooks import ParameterHooks, refuse_late_hooks
+from lightning_3d.trainer.setup.blueprint import Blueprint, draw, profiler, tell_all
 from lightning_3d.trainer.setup.layout import Layout, expected_micro_batches
 from lightning_3d.trainer.setup.start import own_memory, refuse_views, share_random_state, share_weights
 
@@ -128,32 +125,6 @@ class Assembly:
         return next((candidate for candidate in now if not is_placeholder(candidate)), now[0])
 
 
-@dataclass(frozen=True)
-class Blueprint:
-    """How a module is cut, decided before anything of it is: the same for all ranks."""
-
-    wishes: Wishes
-    """What wrappers that the module came with had asked for."""
-    plan: tensor_parallel.Plan
-    chunks: ChunkMap
-
-
-def draw(
-    module: nn.Module, config: ParallelConfig, sizes: Sizes, wishes: Wishes, profile: Costing | None = None
-) -> Blueprint:
-    """Decide how ``module``, freed of wrappers, is cut; its buffers have values.
-
-    Raises:
-        ConfigError, PlanError, StageError: if it cannot be cut as asked.
-    """
-    lists = find_block_lists(module, config.pipeline_blocks)  # a plan does not depend on the pipeline
-    plan = tensor_parallel.plan(module, [item.blocks for item in lists], config, sizes.tp)
-    count = sizes.pp * config.virtual_stages
-    order = (call_order(module) or ()) if count > 1 else ()
-    lists = find_block_lists(module, config.pipeline_blocks, count, order)
-    return Blueprint(wishes, plan, chunk_map(module, lists, config, sizes.pp, profile, order))
-
-
 def assemble(
     module: pl.LightningModule,
     config: ParallelConfig,
@@ -186,7 +157,8 @@ def assemble(
         precision.convert_module(module)
 
     if blueprint is None:
-        blueprint = draw(module, config, mesh.sizes, wishes, profiler(module, config, mesh, precision))
+        profile = profiler(module, config, mesh.device, precision)
+        blueprint = draw(module, config, mesh.sizes, wishes, profile, partial(tell_all, module, mesh))
     plan, chunks = blueprint.plan, blueprint.chunks
     shared = find_shared(module, chunks, mesh.pp.size)
     keys, ties = state_dict_keys(module)
@@ -254,53 +226,6 @@ def _again(held: Assembly, config: ParallelConfig, mesh: Mesh) -> Assembly:
         f" ({', '.join(changed) or f'{held.topology.sizes}, now {mesh.sizes}'}), and each rank now holds only its part."
         " Use the same options, or build the module anew and load a checkpoint of the first."
     )
-
-
-def chunk_map(
-    module: nn.Module,
-    lists: Sequence[BlockList],
-    config: ParallelConfig,
-    stages: int,
-    profile: Costing | None = None,
-    order: Sequence[str] | None = None,
-) -> ChunkMap:
-    """Which chunk owns what.
-
-    Args:
-        module: The whole model.
-        lists: Its block lists, as a chain.
-        config: The options of the pipeline.
-        stages: Pipeline ranks.
-        profile: Measures the blocks, for ``pipeline_split="profile"``; without it they are counted.
-        order: Names of modules in the order of their calls, empty if unknown; for a pipeline it is looked for.
-    """
-    count = stages * config.virtual_stages
-    if order is None and count > 1:
-        order = call_order(module)
-    recomputed = recomputed_share(config.activation_checkpointing)
-
-    def count_costs(blocks: Sequence[str], outside: Positions) -> Costs:
-        return flop_costs(module, blocks, outside, recomputed)
-
-    costing = profile if profile is not None and config.pipeline_split == "profile" else count_costs
-    return share_out(module, lists, count, config.pipeline_split, order or None, costing, config.virtual_stages)
-
-
-def profiler(module: nn.Module, config: ParallelConfig, mesh: Mesh, precision: ThreeDPrecision) -> Costing:
-    """Measures blocks on rank 0 and tells all; collective, so that every rank cuts alike."""
-    recomputed = recomputed_share(config.activation_checkpointing)
-
-    def measure(blocks: Sequence[str], outside: Positions) -> Costs:
-        costs: Costs | None = None
-        if mesh.rank == 0:
-            try:
-                costs = time_costs(module, blocks, outside, mesh.device, precision.forward_context, recomputed)
-            except Exception as error:  # all ranks wait for this one
-                rank_zero_warn(f"The blocks could not be measured on {mesh.device}: {type(error).__name__}: {error}")
-        costs = broadcast_object(costs, mesh.control_world, 0)
-        return costs if costs is not None else flop_costs(module, blocks, outside, recomputed)
-
-    return measure
 
 
 def describe(module: nn.Module, chunks: ChunkMap, config: ParallelConfig, sizes: Sizes) -> Layout:
