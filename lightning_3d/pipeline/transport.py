@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_3d.collectives import as_bytes
+from lightning_3d.config import Sizes
 from lightning_3d.events import EventSource, Phase
 from lightning_3d.mesh import Mesh
 
 ACTIVATIONS, GRADIENTS = 0, 1
+Lane = tuple[int, int, int]
+"""Kind of message, and the pipeline ranks from which and to which it goes."""
 _SENT, _RECEIVED = ("activations sent", "gradients sent"), ("activations", "gradients")
 
 
@@ -74,10 +78,11 @@ class Pending:
 class Transport:
     """Point-to-point messages along the ``pp`` axis, as raw bytes, so that every type passes through every backend.
 
-    NCCL matches messages of a pair of ranks by their order alone and runs both directions of a group on one stream.
-    So each direction of travel and each kind of message gets a group of its own: within one of them the order of
-    sends equals the order of receives, which the schedules guarantee. gloo has tags and needs one group; it sends from
-    host memory only, so with it (several ranks on one GPU) the messages of a device pass through the host.
+    NCCL matches messages by their order alone, and runs all messages of a group one after another: a send would wait
+    behind a receive that was posted ahead, of data that may depend on it. So each way from one rank to another has a
+    group of these two for each kind of message (:func:`lanes`). Within it the order of sends equals the order of
+    receives, which the schedules guarantee. gloo has tags and needs one group; it sends from host memory only, so with
+    it (several ranks on one GPU) the messages of a device pass through the host.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -86,16 +91,18 @@ class Transport:
         self._device = mesh.device
         self._memory = mesh.device
         self._events = mesh.events
-        self._groups: list[ProcessGroup | None] = [mesh.pp.group] * 4
+        self._group = mesh.pp.group
+        """For all messages that have no lane of their own."""
+        self._lanes: dict[Lane, ProcessGroup | None] = {}
         if mesh.pp.size > 1 and mesh.device.type == "cuda":
             if dist.get_backend(mesh.pp.group) == "gloo":
-                self._memory, self._groups = torch.device("cpu"), [mesh.control_pp.group] * 4
+                self._memory, self._group = torch.device("cpu"), mesh.control_pp.group
             else:
-                self._groups = _make_groups(mesh)
+                self._lanes = _open_lanes(mesh)
 
     def send(self, tensors: Sequence[Tensor], peer: int, kind: int, chunk: int, micro_batch: int) -> Pending:
         """Send ``tensors`` to pipeline rank ``peer`` without waiting."""
-        group = self._group(kind, upward=peer > self._pp.rank)
+        group = self._lanes.get((kind, self._pp.rank, peer), self._group)
         payload = [as_bytes(tensor.detach()).to(self._memory) for tensor in tensors]
         works = [
             dist.isend(item, self._pp.ranks[peer], group=group, tag=_tag(kind, chunk, micro_batch, i))
@@ -106,7 +113,7 @@ class Transport:
 
     def receive(self, facts: Sequence[Fact], peer: int, kind: int, chunk: int, micro_batch: int) -> Pending:
         """Post the receive of tensors with these facts from pipeline rank ``peer``."""
-        group = self._group(kind, upward=peer < self._pp.rank)
+        group = self._lanes.get((kind, peer, self._pp.rank), self._group)
         tensors = [torch.empty(fact.shape, dtype=fact.dtype, device=self._memory) for fact in facts]
         works = [
             dist.irecv(as_bytes(item), self._pp.ranks[peer], group=group, tag=_tag(kind, chunk, micro_batch, i))
@@ -138,39 +145,67 @@ class Transport:
         dist.broadcast_object_list(box, src=self._pp.ranks[rank], group=group, device=cpu)
         return box[0]
 
-    def _group(self, kind: int, upward: bool) -> ProcessGroup | None:
-        return self._groups[2 * kind + upward]
-
 
 def _tag(kind: int, chunk: int, micro_batch: int, index: int) -> int:
     return 1 + kind + 2 * (index + 64 * (chunk + 4096 * (micro_batch % 4096)))
 
 
-def _make_groups(mesh: Mesh) -> list[ProcessGroup | None]:
-    """Four groups over the pipeline ranks of every column, made by all ranks in one order, and opened.
+def lanes(stages: int) -> list[list[Lane]]:
+    """The ways that messages take between neighbouring stages, in rounds in which each stage has one neighbour at most.
 
-    NCCL opens a connection in the first message of a pair; done here, no schedule waits for it.
+    Activations go to the next stage, and from the last to the first one where stages have several chunks; gradients go
+    back. Of two stages, each is both the next and the previous one of the other.
     """
-    sizes = mesh.sizes
-    groups: list[ProcessGroup | None] = []
-    for _ in range(4):
-        mine = None
-        for column in range(sizes.dp * sizes.tp):
-            ranks = [stage * sizes.dp * sizes.tp + column for stage in range(sizes.pp)]
-            group = dist.new_group(ranks, backend="nccl")
-            if mesh.rank in ranks:
-                mine = group
-        groups.append(mine)
+    ring = [(stage, (stage + 1) % stages) for stage in range(stages)]
+    paired = stages - stages % 2
+    rounds = [pairs for pairs in (ring[:paired:2], ring[1:paired:2], ring[paired:]) if pairs]
+    forth = [[(ACTIVATIONS, low, high) for low, high in pairs] for pairs in rounds]
+    return forth + [[(GRADIENTS, high, low) for low, high in pairs] for pairs in rounds]
+
+
+def members(parallel: Sequence[Lane], sizes: Sizes) -> list[list[int]]:
+    """Global ranks of the groups for one round of lanes: those at both ends of each; every other rank alone.
+
+    Each rank is in one of them, since torch names a group by how many the rank is in.
+    """
+    columns = sizes.dp * sizes.tp
+    pairs = [
+        sorted((source * columns + column, target * columns + column))
+        for _, source, target in parallel
+        for column in range(columns)
+    ]
+    paired = {rank for pair in pairs for rank in pair}
+    return pairs + [[rank] for rank in range(sizes.world) if rank not in paired]
+
+
+def _open_lanes(mesh: Mesh) -> dict[Lane, ProcessGroup | None]:
+    """A group for every lane that begins or ends at this rank. Collective over the world.
+
+    NCCL connects two ranks, one way, in the first message that goes this way, and the host waits for it; done here, no
+    schedule does.
+    """
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")  # it says: make such groups
+    opened: dict[Lane, ProcessGroup | None] = {}
     token = torch.zeros(1, device=mesh.device)
-    for group in groups:
-        dist.all_reduce(token, group=group)
-        for low in range(sizes.pp):
-            high = (low + 1) % sizes.pp
-            pair = {min(low, high), max(low, high)}
-            if mesh.pp.rank in pair and len(pair) == 2:
-                other = (pair - {mesh.pp.rank}).pop()
-                if mesh.pp.rank == min(pair):
-                    dist.send(token, mesh.pp.ranks[other], group=group)
-                else:
-                    dist.recv(token, mesh.pp.ranks[other], group=group)
-    return groups
+    for parallel in lanes(mesh.pp.size):
+        group = _own_group(members(parallel, mesh.sizes), mesh.rank)
+        for lane in parallel:
+            _, source, target = lane
+            if mesh.pp.rank == source:
+                dist.send(token, mesh.pp.ranks[target], group=group)
+                opened[lane] = group
+            elif mesh.pp.rank == target:
+                dist.recv(token, mesh.pp.ranks[source], group=group)
+                opened[lane] = group
+    return opened
+
+
+def _own_group(rows: list[list[int]], rank: int) -> ProcessGroup | None:
+    """This rank's group of those with these ranks; one after another, for thousands of ranks, would take minutes."""
+    world = dist.distributed_c10d._get_default_group()
+    device = getattr(world, "bound_device_id", None)
+    backend = None if device is None else world._get_backend(device)
+    if backend is not None and backend.supports_splitting:
+        return dist.split_group(world, rows, timeout=backend.options._timeout)
+    pairs = [(row, dist.new_group(row, backend="nccl")) for row in rows if len(row) > 1]
+    return next((group for row, group in pairs if rank in row), None)
