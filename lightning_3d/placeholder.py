@@ -376,7 +376,9 @@ def _to_meta(item: Any) -> Any:
     if isinstance(item, Placeholder):
         return item.meta
     if isinstance(item, Tensor):
-        return item if item.device.type == "meta" or item.dim() == 0 else item.to("meta")
+        # Meta kernels take scalars from the host beside their own tensors, from no other device.
+        is_scalar = item.dim() == 0 and item.device.type == "cpu"
+        return item if item.is_meta or is_scalar else item.to("meta")
     return item
 
 

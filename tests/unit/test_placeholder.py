@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from lightning_3d.errors import StageError
-from lightning_3d.placeholder import Placeholder, is_placeholder, placeholder_parameter
+from lightning_3d.placeholder import Placeholder, _to_meta, is_placeholder, placeholder_parameter
 
 CPU = torch.device("cpu")
 
@@ -94,3 +95,12 @@ def test_a_copied_module_keeps_placeholder_parameters() -> None:
     assert is_placeholder(twin.weight)
     assert isinstance(twin.weight, nn.Parameter)
     assert twin.weight is not linear.weight
+
+
+def test_scalars_of_a_gpu_take_part_in_operations_and_those_of_the_host_keep_their_values() -> None:
+    """A meta kernel mixes with scalars of the host only: the scale of an embedding lies on the GPU."""
+    with FakeTensorMode():
+        assert _to_meta(torch.ones((), device="cuda")).is_meta
+    scalar = torch.tensor(2.0)
+    assert _to_meta(scalar) is scalar
+    assert (make(2, 3) * scalar).shape == (2, 3)
