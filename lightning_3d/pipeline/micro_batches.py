@@ -217,6 +217,10 @@ def loss_weights(
         return [float(piece.samples) for piece in micro_batches]
     weights = []
     for piece in micro_batches:
-        weight = torch.as_tensor(weigh(piece.data), dtype=torch.float64, device=device)
+        given = weigh(piece.data)
+        if isinstance(given, Tensor):
+            weight = given.to(device, torch.float64, non_blocking=True)
+        else:
+            weight = torch.full((), float(given), dtype=torch.float64, device=device)  # a copy would wait for a GPU
         weights.append(weight if piece.size else torch.zeros_like(weight))
     return weights

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import UserDict
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.pipeline.micro_batches import (
@@ -128,3 +129,29 @@ def test_a_batch_of_several_loaders_is_cut_part_by_part() -> None:
     assert isinstance(pieces[1].data["b"], Pair)
     assert pieces[1].data["note"] == "same" and torch.equal(pieces[1].data["a"][1], table)
     assert batch["b"].x is b
+
+
+class Copies(TorchDispatchMode):
+    """Sees copies between devices, which make the host wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            self.found.append((kwargs or {}).get("non_blocking", False))
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_reach_the_device_without_a_wait() -> None:
+    pieces = cut(torch.arange(3), [2, 1, 0])
+    device = torch.device("meta")  # any but the host's
+    with Copies() as copies:
+        weights: list[Any] = [*loss_weights(pieces, lambda piece: 2.5, device)]
+        assert copies.found == []
+        weights += loss_weights(pieces, lambda piece: torch.tensor(3), device)
+        assert copies.found and all(copies.found)
+    assert all(w.device == device and w.dtype is torch.float64 and w.shape == () for w in weights)
+    assert [float(w) for w in loss_weights(pieces, lambda piece: torch.tensor(3), torch.device("cpu"))] == [3, 3, 0]
+    assert [float(w) for w in loss_weights(pieces, len, torch.device("cpu"))] == [2, 1, 0]
