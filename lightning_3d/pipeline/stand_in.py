@@ -17,6 +17,9 @@ from lightning_3d.pipeline.signature import signature
 from lightning_3d.placeholder import Placeholder, inside_of, lost_writes, resolve
 from lightning_3d.tensor_parallel.clone import Ground, trial_clone, trial_tensor
 
+_MOST_ANSWERS = 256
+"""Signatures of which a module's answers are remembered; those of the oldest go first."""
+
 
 class StandIn:
     """The forward of a module that another chunk owns: on meta tensors once per signature, then from memory."""
@@ -49,6 +52,8 @@ class StandIn:
             leaves = (*answer.outputs, *answer.effects.leaves())
             if key is not None and effects is not None and not any(isinstance(leaf, Tensor) for leaf in leaves):
                 self._memory.setdefault(key, []).append(answer)
+                if len(self._memory) > _MOST_ANSWERS:
+                    del self._memory[next(iter(self._memory))]
         return self._recalled(answer, given)
 
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache
 
-from lightning_3d.pipeline.stand_in import StandIn
+from lightning_3d.pipeline.stand_in import _MOST_ANSWERS, StandIn
 from lightning_3d.placeholder import Placeholder, is_placeholder
 
 HOST = torch.device("cpu")
@@ -72,3 +72,24 @@ def test_a_layer_that_the_block_reads_counts() -> None:
     ask(stand_in, longer)
     assert longer.get_seq_length(1) == 7
     assert block.calls == 3
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + 1
+
+
+def test_answers_for_the_latest_shapes_are_remembered_and_no_more() -> None:
+    """Lengths may differ in every batch of a long run."""
+    block = Counted()
+    stand_in = StandIn(block, "block")
+    lengths = [*range(1, 2 * _MOST_ANSWERS), 1, 1]
+    for length in lengths:
+        assert stand_in(Placeholder.of((2, length), torch.float32, HOST)).shape == (2, length)
+    assert block.calls == len(lengths) - 1
+    assert len(stand_in._memory) == _MOST_ANSWERS
