@@ -26,6 +26,8 @@ _TELL_S = 60.0
 """From how many seconds on it is printed."""
 _ANSWER_S = 2.0
 """How long the others have, after a time-out of one, to say that they have waited as well."""
+_ASKED_AT_MOST = 64
+"""Of how many absent ranks it is asked what they are at: every rank that has waited asks, and four are named."""
 
 
 @contextlib.contextmanager
@@ -82,13 +84,14 @@ def _missing(mesh: Mesh) -> str:
     others = [rank for rank in range(mesh.world.size) if rank != mesh.rank]
     store = _store()
     try:
-        store.set(f"{_WAITED}/{mesh.rank}", "1")
+        store.append(_WAITED, f"{mesh.rank} ")  # one list: thousands of ranks write it, and read it, at once
         time.sleep(_ANSWER_S)
-        absent = [rank for rank in others if not store.check([f"{_WAITED}/{rank}"])]
-        busy = {rank: _read(store, f"{_BUSY}/{rank}") for rank in absent}
+        waited = {int(rank) for rank in _read(store, _WAITED).split()}
+        absent = [rank for rank in others if rank not in waited]
+        busy = {rank: _read(store, f"{_BUSY}/{rank}") for rank in absent[:_ASKED_AT_MOST]}
     except Exception:  # the store is gone, and with it rank 0
         absent, busy = [], {}
-    named = [f"{where(rank, mesh.sizes)}, which is at: {busy[rank]}" for rank in absent if busy[rank]]
+    named = [f"{where(rank, mesh.sizes)}, which is at: {doing}" for rank, doing in busy.items() if doing]
     named = named or [f"{where(rank, mesh.sizes)}, which did not say what it is at" for rank in absent]
     text = "; ".join(named[:4]) if named else "other ranks, none of which can be named"
     if any(not doing for doing in busy.values()):
