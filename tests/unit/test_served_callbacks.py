@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
     ThroughputMonitor,
 )
-from lightning.pytorch.utilities.model_summary import summarize
+from lightning.pytorch.utilities.model_summary import ModelSummary, summarize
 from torch import Tensor, nn
 
 from lightning_3d.errors import ConfigError
@@ -104,6 +104,12 @@ def test_a_model_that_looks_at_values_is_summarised_without_sizes() -> None:
     assert "In sizes" not in dict(got.summary_data)
     assert got.total_parameters == sum(p.numel() for p in module.parameters())
     assert module.example_input_array is not None
+
+
+def test_a_summary_of_a_lightning_that_counts_no_flops_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ModelSummary, "total_flops")  # before 2.5.2
+    got = WholeSummary.of(Tokens(2), 1)
+    assert (got.total_flops, got.total_parameters) == (0, 812)
 
 
 def test_what_the_ranks_of_each_stage_hold_is_told_in_a_line() -> None:

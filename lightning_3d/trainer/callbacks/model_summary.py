@@ -73,7 +73,7 @@ class WholeSummary:
             summary.trainable_parameters,
             summary.model_size,
             summary.total_training_modes,
-            summary.total_flops,
+            getattr(summary, "total_flops", 0),  # Lightning counts them since 2.5.2
         )
 
     def _get_summary_data(self) -> list[tuple[str, list[str]]]:
