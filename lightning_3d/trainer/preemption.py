@@ -234,7 +234,8 @@ def _path(trainer: pl.Trainer) -> str | None:
     if any(isinstance(callback, OnExceptionCheckpoint) for callback in callbacks):
         return None
     keepers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
-    if any(it.save_on_exception and it._last_global_step_saved == trainer.global_step for it in keepers):
+    saved = [it for it in keepers if getattr(it, "save_on_exception", False)]  # of Lightning since 2.6
+    if any(it._last_global_step_saved == trainer.global_step for it in saved):
         return None
     if SLURMEnvironment.detect():
         return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
