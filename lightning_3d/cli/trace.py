@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from lightning_3d.errors import ConfigError
@@ -41,7 +42,7 @@ def main(args: list[str]) -> int:
         raise ConfigError(f"--output {given.output}: the name must end in .json or .json.gz.")
     merged = merge(given.folder, given.output)
     for path, why in merged.skipped.items():
-        print(f"left out {path}: {why}")
+        print(f"left out {path}: {why}", file=sys.stderr)
     ranks = ", ".join(map(str, sorted(merged.ranks)))
     clocks = "" if merged.corrected else "; clocks of hosts as they are: the run has no record of ThreeDMonitor"
     print(

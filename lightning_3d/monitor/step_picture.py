@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_3d.events import Event, Phase, StepEvents
 from lightning_3d.monitor.ranges import name_of
-from lightning_3d.monitor.trace_merge import HEADER
+from lightning_3d.monitor.trace_merge import HEADER, stamp
 from lightning_3d.pictures.axes import time_axis
 from lightning_3d.pictures.colours import IDLE, MESSAGE, OF_KIND, SERIES, ink_on, shade
 from lightning_3d.pictures.drawing import Drawing, Rect, Text, text_width
@@ -143,6 +143,7 @@ def step_trace(ranks: Sequence[RankStep]) -> dict[str, Any]:
         shift = rank.shift - first
         for event in rank.step.events:
             row = (event.phase, event.chunk, event.micro_batch, event.label, event.bytes)
+            start, end = (round(1e9 * (time + shift)) for time in (event.start, event.end))
             events.append(
                 {
                     "name": name_of(row, rank.stage),  # as a profiler's trace calls it
@@ -150,8 +151,8 @@ def step_trace(ranks: Sequence[RankStep]) -> dict[str, Any]:
                     "ph": "X",
                     "pid": rank.rank,
                     "tid": 0,
-                    "ts": 1e6 * (event.start + shift),
-                    "dur": 1e6 * event.seconds,
+                    "ts": stamp(start),
+                    "dur": stamp(end - start),
                     "args": {"chunk": event.chunk, "micro_batch": event.micro_batch, "bytes": event.bytes},
                 }
             )

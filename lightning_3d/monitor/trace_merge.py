@@ -33,8 +33,8 @@ class Trace:
 
     path: Path
     rank: int
-    base_us: float
-    """Microseconds since 1970 at which its times count 0, on the clock of its host."""
+    base_ns: int
+    """Nanoseconds since 1970 at which its times count 0, on the clock of its host."""
     events: list[dict[str, Any]]
     place: str = ""
     """Of the rank on the mesh, if the file tells."""
@@ -108,7 +108,7 @@ def read(path: Path) -> list[Trace] | str:
     own = content.get(HEADER) or {}
     if own.get("merged"):
         return ""
-    base = float(own.get("base_us", content.get("baseTimeNanoseconds", 0) / 1e3))
+    base = _nanoseconds(own["base_us"]) if "base_us" in own else int(content.get("baseTimeNanoseconds", 0))
     if own.get("ranks_are_processes"):
         by_rank: dict[int, list[dict[str, Any]]] = {}
         for event in events:
@@ -123,21 +123,32 @@ def read(path: Path) -> list[Trace] | str:
     return [Trace(path, int(rank), base, events, place)]
 
 
+def stamp(nanoseconds: int) -> float:
+    """A time or a length as traces have it, in microseconds.
+
+    Readers make nanoseconds of it again, some by rounding and some by cutting off. A quarter of one more lets both come
+    to the same; else an event that ends with the one it lies in may seem to end after it, and Perfetto leaves it out.
+    """
+    return (nanoseconds + 0.25) / 1e3
+
+
 def one_timeline(traces: Iterable[Trace], places: Mapping[int, record.Place]) -> list[dict[str, Any]]:
     """The events of all traces, counted in microseconds from the first of them on the clock of rank 0."""
     result: list[dict[str, Any]] = []
     stamped: list[dict[str, Any]] = []
     threads: dict[tuple[int, Any, Any], int] = {}
+    ids: dict[tuple[int, str], int] = {}
     named: set[int] = set()
-    shifts = [(trace, trace.base_us + 1e6 * _offset(trace, places)) for trace in traces]
+    # Whole nanoseconds: microseconds since 1970 have no place for them in a float.
+    shifts = [(trace, trace.base_ns + round(1e9 * _offset(trace, places))) for trace in traces]
     origin = min(
         (
-            shift + event["ts"]
+            shift + _nanoseconds(event["ts"])
             for trace, shift in shifts
             for event in trace.events
             if event["ph"] != "M" and "ts" in event
         ),
-        default=0.0,
+        default=0,
     )
     for number, (trace, shift) in enumerate(shifts):
         if trace.rank not in named:
@@ -163,13 +174,19 @@ def one_timeline(traces: Iterable[Trace], places: Mapping[int, record.Place]) ->
                 name = f"{event['args'].get('name', '')} {process}".strip()
                 result.append(_named(trace.rank, threads[key], name))
                 continue
-            moved["ts"] = shift + event["ts"] - origin
-            if event["ph"] in _FLOWS or event["ph"] in _ASYNC:
-                moved["id"] = f"{number}.{event.get('id', event.get('id2', ''))}"
+            moved["ts"] = stamp(shift + _nanoseconds(event["ts"]) - origin)
+            if "dur" in event:
+                moved["dur"] = stamp(_nanoseconds(event["dur"]))
+            if event["ph"] in _FLOWS or event["ph"] in _ASYNC:  # a number: Perfetto reads no other text than hex
+                moved["id"] = ids.setdefault((number, str(event.get("id", event.get("id2", "")))), len(ids) + 1)
                 moved.pop("id2", None)
             stamped.append(moved)
     stamped.sort(key=lambda event: event["ts"])
     return result + stamped
+
+
+def _nanoseconds(microseconds: float) -> int:
+    return round(1e3 * microseconds)
 
 
 def _places(folder: Path) -> dict[int, record.Place]:
