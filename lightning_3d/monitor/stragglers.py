@@ -11,6 +11,7 @@ that names nobody.
 
 from __future__ import annotations
 
+import bisect
 import math
 import operator
 import statistics
@@ -63,19 +64,34 @@ def outliers(values: Sequence[Spread], steps: int, floor: float, limit: float = 
     Returns:
         Those found, with how many spreads they lie above the median of the others.
     """
+    if len(values) < 2:
+        return []
+    medians = sorted(value.median for value in values)
+    scatter = sorted(value.mad for value in values)
+    deviations: dict[float, list[float]] = {}  # by the median of the others, of which there are three at most
     found = []
     for index, value in enumerate(values):
-        others = [*values[:index], *values[index + 1 :]]
-        if not others:
-            continue
-        usual = statistics.median(other.median for other in others)
-        between = statistics.median(abs(other.median - usual) for other in others)
-        within = math.hypot(value.mad, statistics.median(other.mad for other in others))
+        usual = _median_without(medians, value.median)
+        if usual not in deviations:
+            deviations[usual] = sorted(abs(median - usual) for median in medians)
+        between = _median_without(deviations[usual], abs(value.median - usual))
+        within = math.hypot(value.mad, _median_without(scatter, value.mad))
         spread = max(_SCALE * max(between, _MEDIAN_ERROR * within / math.sqrt(steps)), floor / limit)
         score = (value.median - usual) / spread if spread > 0 else 0.0
         if score >= limit:
             found.append(Outlier(index, value.median, usual, score))
     return found
+
+
+def _median_without(ordered: Sequence[float], value: float) -> float:
+    """The median of all but one; of thousands of ranks, each is left out once, and they are sorted once."""
+    hole = bisect.bisect_left(ordered, value)
+
+    def at(index: int) -> float:
+        return ordered[index + (index >= hole)]
+
+    middle, is_odd = divmod(len(ordered) - 1, 2)
+    return at(middle) if is_odd else (at(middle - 1) + at(middle)) / 2
 
 
 def stragglers(
