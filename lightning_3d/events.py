@@ -113,6 +113,19 @@ class Clock(Protocol):
     def wait(self, mark: Any) -> None:
         """Wait until ``mark`` is past. Never called within a step."""
 
+    def now(self) -> Moment | None:
+        """A mark that is past, and the host's time at it; ``None`` where that cannot be told at once."""
+
+
+class Moment(NamedTuple):
+    """A mark, and when it was."""
+
+    mark: Any
+    monotonic: float
+    """Seconds on the host's monotonic clock."""
+    calendar: float
+    """``time.time()``."""
+
 
 class HostClock:
     """Marks are times of the host; right where it does the work itself."""
@@ -133,27 +146,39 @@ class HostClock:
     def wait(self, mark: float) -> None:
         """Nothing to do."""
 
+    def now(self) -> Moment:
+        """Now."""
+        mark = time.perf_counter()
+        return Moment(mark, mark, time.time())
+
 
 class DeviceClock:
     """Marks are CUDA events on the stream that is current where they are made; used again and again.
 
     Args:
-        make: Makes an event with ``record()``, ``query()``, ``elapsed_time(later)`` (milliseconds) and
+        make: Makes an event with ``record(stream)``, ``query()``, ``elapsed_time(later)`` (milliseconds) and
             ``synchronize()``, as ``torch.cuda.Event(enable_timing=True)`` does.
+        stream: Makes a stream.
     """
 
-    def __init__(self, make: Callable[[], Any] | None = None) -> None:
+    def __init__(self, make: Callable[[], Any] | None = None, stream: Callable[[], Any] | None = None) -> None:
         self._make = make or (lambda: torch.cuda.Event(enable_timing=True))
+        self._stream = stream or torch.cuda.Stream
+        self._idle: Any = None
+        """A stream that is given nothing to do."""
         self._free: deque[Any] = deque()  # the threads of autograd take from it too; its ends are safe for that
 
     def mark(self) -> Any:
         """An event, recorded on the current stream."""
-        try:
-            event = self._free.pop()
-        except IndexError:
-            event = self._make()
+        event = self._event()
         event.record()
         return event
+
+    def _event(self) -> Any:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._make()
 
     def is_past(self, mark: Any) -> bool:
         """Whether the device has reached it; does not wait."""
@@ -171,6 +196,26 @@ class DeviceClock:
         """Let the host wait for the device."""
         mark.synchronize()
 
+    def now(self) -> Moment | None:
+        """An event on a stream of its own, which the device reaches at once whatever else it works on.
+
+        Where all streams share one queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) it does not; nobody waits for that.
+        """
+        if self._idle is None:
+            self._idle = self._stream()
+        event = self._event()
+        event.record(self._idle)
+        given_up = time.perf_counter() + _AT_ONCE_S
+        while not event.query():
+            if time.perf_counter() > given_up:
+                self._free.append(event)
+                return None
+        return Moment(event, time.perf_counter(), time.time())
+
+
+_AT_ONCE_S = 1e-4
+_HOST_TIME_EVERY_S = 10.0
+"""Seconds between looks at the host's clocks: those of a device run a little faster or slower."""
 
 Row = tuple[Phase, int, int, str, int]
 """Phase, chunk, micro-batch, label and bytes of an event."""
@@ -219,6 +264,8 @@ class _Record:
     is_inner: bool
     """Whether it lies within another step."""
     begin: Any
+    moment: Moment | None = None
+    """A moment shortly before it, if the host's clocks were looked at."""
     end: Any = None
     spans: list[Span] = field(default_factory=list)
     has_work: bool = False
@@ -248,8 +295,10 @@ class EventSource:
         self._aside: _Record | None = None
         """The training step in which a loop of evaluation runs."""
         self._closed: deque[_Record] = deque()
-        self._last: tuple[Any, float, float] | None = None
-        """The last mark whose time is known, with its monotonic time and that of the calendar."""
+        self._last: Moment | None = None
+        """The last mark whose time is known."""
+        self._looked = 0.0
+        """When the host's clocks were looked at, on the monotonic one."""
 
     def use(self, clock: Clock) -> None:
         """Measure with ``clock`` from now on; before anything is recorded."""
@@ -291,10 +340,13 @@ class EventSource:
             return
         self.end_step()
         if any(mode in modes for modes in self._listeners.values()):
+            moment, is_inner = None, self._aside is not None
+            if not is_inner and (self._last is None or time.perf_counter() > self._looked + _HOST_TIME_EVERY_S):
+                self._looked, moment = time.perf_counter(), self._clock.now()
             mark = self._clock.mark()
             if self._last is None:
-                self._last = (mark, time.perf_counter(), time.time())
-            self._open = _Record(mode=mode, step=step, is_inner=self._aside is not None, begin=mark)
+                self._last = Moment(mark, time.perf_counter(), time.time())
+            self._open = _Record(mode=mode, step=step, is_inner=is_inner, begin=mark, moment=moment)
             self.is_recording = True
 
     def count(self, micro_batches: int, samples: int, tokens: int) -> None:
@@ -352,7 +404,7 @@ class EventSource:
         assert self._last is not None
         clock = self._clock
         # From the step before, not from the first: a device counts milliseconds in single precision.
-        known, monotonic, calendar = self._last
+        known, monotonic, calendar = record.moment or self._last
         passed = clock.seconds(known, record.begin)
         begin, wall = monotonic + passed, calendar + passed
         events: list[Event] = []
@@ -370,11 +422,14 @@ class EventSource:
         events.sort(key=lambda event: event.start)
         length = clock.seconds(record.begin, record.end)
         used = [mark for span in record.spans for mark in (span.start, span.end) if mark is not None]
+        if record.moment is not None:
+            used.append(record.moment.mark)
         if record.is_inner:
             used.append(record.begin)
-        elif known is not record.begin:
-            used.append(known)
-            self._last = (record.begin, begin, wall)
+        else:
+            if self._last.mark is not record.begin:
+                used.append(self._last.mark)
+            self._last = Moment(record.begin, begin, wall)
         clock.release([*used, record.end])
         return StepEvents(
             mode=record.mode,

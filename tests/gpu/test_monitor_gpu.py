@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -16,18 +17,26 @@ STEPS = 6
 
 
 def test_a_span_takes_what_the_device_takes_and_nothing_waits_for_it() -> None:
-    events = EventSource(DeviceClock())
+    clock = DeviceClock()
+    events = EventSource(clock)
     told: list[StepEvents] = []
+    begun: list[float] = []
     events.listen(told.append)
     x = torch.randn(4096, 4096, device="cuda")
     for step in range(STEPS):
+        begun.append(time.time())
         events.begin_step(step)
         events.count(1, 1, 1)
         with events.span(Phase.FORWARD, 0, 0):
             for _ in range(20):
                 x = (x @ x).clamp(-1, 1)
+    moment = clock.now()
+    assert moment is not None and not torch.cuda.current_stream().query()  # though the device is at work
     events.flush()
+    ended = time.time()
     assert [step.step for step in told] == list(range(STEPS))
+    for step, at in zip(told, begun, strict=True):  # the device comes to a step after the host
+        assert at - 1e-3 < step.wall < ended + 1e-3
     for step in told[1:]:  # the host has queued all of it long before the device is through
         assert step.events[0].seconds == pytest.approx(step.seconds, rel=0.2)
 
