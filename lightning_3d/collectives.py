@@ -294,6 +294,18 @@ def all_gather_object(obj: Any, axis: Axis) -> list[Any]:
     return box
 
 
+def gather_object(obj: Any, axis: Axis) -> list[Any] | None:
+    """Every rank's object, in rank order, on the first rank of the axis; ``None`` on the others, which only send.
+
+    Pickled; use a ``control_*`` axis on a GPU.
+    """
+    if axis.group is None:
+        return [obj]
+    box: list[Any] | None = [None] * axis.size if axis.is_first else None
+    dist.gather_object(obj, box, axis.ranks[0], group=axis.group)
+    return box
+
+
 def chunk_sizes(length: int, pieces: int) -> tuple[int, ...]:
     """Lengths of ``pieces`` chunks of a dim of ``length``, as ``torch.chunk`` and DTensor's ``Shard`` cut it.
 

@@ -63,12 +63,12 @@ def _stragglers(figures: RunFigures) -> Iterator[Cause]:
             continue
         share = one.excess_s / figures.usual_s
         healthy = 1 - min(share, 0.99)
-        seen = f"in {one.windows} of {len(figures.windows)} windows"
+        seen = f"in {one.windows} of {figures.num_windows} windows"
         doing = "comes late to collectives by" if one.phase == "entry" else f"takes in {one.phase}"
         more = "" if one.phase == "entry" else " more than ranks that do the same"
         yield Cause(
             kind="straggler",
-            lost=share * one.windows / len(figures.windows),
+            lost=share * one.windows / figures.num_windows,
             figure=f"{one.place} {doing} {_ms(one.excess_s)} per batch{more}, {seen}; the others wait for it",
             change=f"{_advice(one.phase)}; without it a batch takes {_ms(figures.usual_s * healthy)} instead of"
             f" {_ms(figures.usual_s)}",
@@ -91,11 +91,9 @@ def _advice(phase: str) -> str:
 
 def _loader(figures: RunFigures) -> Iterator[Cause]:
     readers = [place.rank for place in figures.places if place.pp == 0 and place.tp == 0]
-    waits = {rank: figures.seconds[rank].get("loader", 0.0) for rank in readers}
-    rank = max(readers, key=lambda reader: waits[reader])
-    lost = waits[rank]
-    one = next((slow for slow in figures.slow if slow.phase == "loader" and slow.place.rank == rank), None)
-    who = f"the data loader of {figures.places[rank]}" if one is not None else "data loaders"
+    lost = max(figures.seconds[rank].get("loader", 0.0) for rank in readers)
+    one = next((slow for slow in figures.slow if slow.phase == "loader"), None)  # all wait for it alike
+    who = f"the data loader of {one.place}" if one is not None else "data loaders"
     if one is None and len(readers) > 1:
         who = f"the slowest of {len(readers)} data loaders"
     yield Cause(
@@ -104,7 +102,7 @@ def _loader(figures: RunFigures) -> Iterator[Cause]:
         figure=f"a batch waits {_ms(lost)} for {who}",
         change=f"more num_workers, prefetch_factor, persistent_workers=True, or work done once instead of in every"
         f" epoch; without the waiting a batch takes {_ms(figures.step_s - lost)} instead of {_ms(figures.step_s)}",
-        rank=rank if one is not None else None,
+        rank=None if one is None else one.place.rank,
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_3d.collectives import all_gather_object
+from lightning_3d.collectives import all_gather_object, gather_object
 from lightning_3d.errors import ConfigError
 from lightning_3d.events import EventSource, Phase, StepEvents
 from lightning_3d.mesh import Mesh
@@ -23,6 +23,7 @@ from lightning_3d.monitor.clocks import clock_offsets
 from lightning_3d.monitor.leaks import LeakWatch, memory_in_use
 from lightning_3d.monitor.own_time import summarize
 from lightning_3d.monitor.record import Entry, Leak, Place, RankWindow, Run, Window, Writer
+from lightning_3d.monitor.source import mesh_of, source_of
 
 WINDOW = 20
 """Batches, unless another number is asked for."""
@@ -58,32 +59,30 @@ class Diagnosis(Callback):
         self.skip_steps = skip_steps
         self.score = score
         self.watch_memory = watch_memory
+        self._events: EventSource | None = None
         self._steps: list[StepEvents] = []
         self._writer: Writer | None = None
         self._leak: Leak | None = None
         self._watch: LeakWatch | None = None
-        self._seen = 0
-        self._counted_from = self._first = 0
+        self._seen = self._known = self._first = 0
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tell each other who is where, and begin to listen. Collective."""
-        events = getattr(trainer.strategy, "events", None)
-        if not isinstance(events, EventSource):
-            raise ConfigError(
-                f"{type(self).__name__} reads the timings of ThreeDStrategy, but the Trainer has"
-                f" {type(trainer.strategy).__name__}. Use strategy='3d', or leave the callback out."
-            )
-        mesh = self._mesh(trainer)
+        events, mesh = source_of(trainer, type(self).__name__)
         self._run = _describe(trainer, mesh)
         folder = trainer.log_dir  # asks rank 0, so every rank must get here
         if trainer.is_global_zero and folder is not None:
             self._writer = Writer(folder)
             self._writer.write(self._run)
-        place = self._run.places[mesh.rank]
-        self._watch = LeakWatch(place, mesh.device, self.every_n_steps, self.skip_steps) if self.watch_memory else None
-        self._steps, self._leak, self._seen = [], None, 0
-        self._counted_from = self._first = trainer.global_step
+        self._watch = None
+        if self.watch_memory:
+            window = max(self.every_n_steps, leaks.FEWEST_STEPS)
+            self._watch = LeakWatch(self._run.places[mesh.rank], mesh.device, window, self.skip_steps)
+        self._steps, self._leak = [], None
+        self._seen = self._known = 0
+        self._first = trainer.global_step
+        self._events = events
         events.listen(self._hear)
 
     @override
@@ -95,61 +94,58 @@ class Diagnosis(Callback):
         if self._watch is not None:
             self._leak = self._watch.step(trainer.global_step, _shapes(batch)) or self._leak
         if self._seen == self.skip_steps:
-            self._counted_from = self._first = trainer.global_step
+            self._first = trainer.global_step
         elif self._seen > self.skip_steps and (self._seen - self.skip_steps) % self.every_n_steps == 0:
-            self.on_window(trainer, pl_module, self._close(trainer))
-
-    def on_window(self, trainer: Trainer, pl_module: LightningModule, window: Window) -> None:
-        """A window has ended; called on every rank, with what all of them did. For classes that do more with it."""
+            self._close(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look at what is left of the last window, if it is enough, and listen no more. Collective."""
         left = (self._seen - self.skip_steps) % self.every_n_steps
-        if self._seen > self.skip_steps and left >= stragglers.FEWEST_STEPS:
-            trainer.strategy.events.flush()  # type: ignore[attr-defined]
-            self.on_window(trainer, pl_module, self._close(trainer))
-        self._stop(trainer)
+        if self._events is not None and self._seen > self.skip_steps and left >= stragglers.FEWEST_STEPS:
+            self._events.flush()
+            self._close(trainer)
+        self._stop()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Listen no more."""
-        self._stop(trainer)
+        self._stop()
 
-    def _stop(self, trainer: Trainer) -> None:
-        events = getattr(trainer.strategy, "events", None)
-        if isinstance(events, EventSource):
+    def _stop(self) -> None:
+        events, self._events = self._events, None
+        writer, self._writer = self._writer, None
+        if events is not None:
             events.unlisten(self._hear)
+        if writer is not None:
+            writer.flush()
+
+    @property
+    def clock_offsets(self) -> list[float]:
+        """Of every rank, what to add to ``time.time()`` to have that of rank 0; seconds, while a run trains."""
+        return [place.clock_offset_s for place in self._run.places]
 
     def _hear(self, step: StepEvents) -> None:
-        self._steps.append(step)
+        self._known += 1
+        if self._known > self.skip_steps:
+            self._steps.append(step)
 
-    def _mesh(self, trainer: Trainer) -> Mesh:
-        mesh = trainer.strategy.topology  # type: ignore[attr-defined]
-        assert isinstance(mesh, Mesh)
-        return mesh
-
-    def _close(self, trainer: Trainer) -> Window:
-        mesh = self._mesh(trainer)
+    def _close(self, trainer: Trainer) -> None:
+        mesh = mesh_of(trainer)
         # The step that has just ended is told of when the next begins, on a GPU even later: it is the next window's.
-        steps, self._steps = [step for step in self._steps if step.step >= self._counted_from], []
+        steps, self._steps = self._steps, []
         memory = {"memory": memory_in_use(mesh.device)}
         if mesh.device.type == "cuda":
             memory["memory_peak"] = torch.cuda.max_memory_allocated(mesh.device)
         leak, self._leak = self._leak, None
         mine = summarize(mesh.rank, steps, memory)
+        first, self._first = self._first, trainer.global_step
         with mesh.events.span(Phase.SYNC, label="diagnosis"):
-            told: list[tuple[RankWindow, Leak | None]] = all_gather_object((mine, leak), mesh.control_world)
-        window = Window(
-            first_step=self._first,
-            last_step=trainer.global_step,
-            wall=time.time(),
-            ranks=tuple(figures for figures, _ in told),
-        )
-        self._first = trainer.global_step
-        if trainer.is_global_zero:
+            told: list[tuple[RankWindow, Leak | None]] | None = gather_object((mine, leak), mesh.control_world)
+        if told is not None:
+            ranks = tuple(figures for figures, _ in told)
+            window = Window(first_step=first, last_step=trainer.global_step, wall=time.time(), ranks=ranks)
             self._tell(window, [leak for _, leak in told if leak is not None])
-        return window
 
     def _tell(self, window: Window, leaking: list[Leak]) -> None:
         found = [

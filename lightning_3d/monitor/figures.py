@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_3d.collectives import all_gather_object
 from lightning_3d.config import Sizes
-from lightning_3d.mesh import Axis, coordinates
+from lightning_3d.mesh import coordinates
 from lightning_3d.monitor.record import RankWindow
 
 COMPUTE = ("forward", "backward", "weight")
@@ -22,7 +21,7 @@ class Slowest(NamedTuple):
 
     rank: int
     excess_s: float
-    """Seconds per step more than the median rank."""
+    """Seconds per step more than the median of the ranks that do the same kind of thing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ class Figures:
     """Of every rank, bytes in use."""
     memory_peak: tuple[int, ...]
     slowest: Mapping[str, Slowest]
-    """By what: ``"compute"``, ``"loader"`` and ``"optimizer"``, where there is more than one rank."""
+    """By what: ``"compute"``, ``"optimizer"`` and, of ranks that read data, ``"loader"``; where one takes longest."""
 
     @property
     def mean_shares(self) -> dict[str, float]:
@@ -55,16 +54,6 @@ class Figures:
     def tokens_per_s_per_rank(self) -> float | None:
         """Tokens per second and device."""
         return None if self.tokens_per_s is None else self.tokens_per_s / self.num_ranks
-
-
-def figures_of_ranks(window: RankWindow, world: Axis) -> list[RankWindow]:
-    """The window of every rank, on every rank: one message through host memory, for which no device waits. Collective.
-
-    Args:
-        window: Of this rank.
-        world: The control axis over all ranks.
-    """
-    return all_gather_object(window, world)
 
 
 def figures(ranks: Sequence[RankWindow], sizes: Sizes, tokens_per_sample: float | None = None) -> Figures | None:
@@ -99,7 +88,7 @@ def figures(ranks: Sequence[RankWindow], sizes: Sizes, tokens_per_sample: float 
         shares=tuple(_shares(rank, length - rank.pipeline_s) for rank, length in zip(ranks, whole, strict=True)),
         memory=tuple(rank.memory for rank in ranks),
         memory_peak=tuple(rank.memory_peak for rank in ranks),
-        slowest=_slowest(ranks) if len(ranks) > 1 else {},
+        slowest=_slowest(ranks, readers),
     )
 
 
@@ -131,15 +120,16 @@ def _shares(rank: RankWindow, drain: float) -> Mapping[str, float]:
     return {**shares, "other": 1.0 - sum(shares.values())}
 
 
-def _slowest(ranks: Sequence[RankWindow]) -> dict[str, Slowest]:
-    def took(*names: str) -> Callable[[RankWindow], float]:
-        return lambda rank: sum(rank.seconds[name].mean for name in names if name in rank.seconds)
+def _slowest(ranks: Sequence[RankWindow], readers: Sequence[RankWindow]) -> dict[str, Slowest]:
+    def took(*names: str) -> list[tuple[float, int]]:
+        return [(sum(rank.seconds[name].mean for name in names if name in rank.seconds), rank.rank) for rank in ranks]
 
+    # All wait for the slowest loader; it shows in what each reader waits for its own.
+    reading = [(rank.reading.mean, rank.rank) for rank in readers]
     found = {}
-    for name, of in (("compute", took(*COMPUTE)), ("loader", took("loader")), ("optimizer", took("optimizer"))):
-        values = [of(rank) for rank in ranks]
-        most = max(values)
-        excess = most - statistics.median(values)
+    for name, values in (("compute", took(*COMPUTE)), ("loader", reading), ("optimizer", took("optimizer"))):
+        most, rank = max(values, key=lambda value: value[0])
+        excess = most - statistics.median(seconds for seconds, _ in values)
         if excess > 0:  # all that wait for one another wait alike: none of them is the slowest
-            found[name] = Slowest(values.index(most), excess)
+            found[name] = Slowest(rank, excess)
     return found

@@ -29,6 +29,8 @@ from lightning_3d.monitor.record import Growth, Leak, Place
 
 _PARTS = 3
 """Parts of a window of which each must hold more than the one before: what grew once and stays is no leak."""
+FEWEST_STEPS = 2 * _PARTS
+"""Steps that a window needs; of fewer, growth says nothing."""
 LEAST_DEVICE = 1 << 20
 """Bytes that a device must gain in a window; its allocator counts to the byte, and small caches settle."""
 LEAST_PROCESS = 8 << 20
@@ -125,10 +127,11 @@ def take_census(device: torch.device, before: Census | None = None) -> Census:
         if not issubclass(kind, Tensor):
             objects[f"{kind.__module__}.{kind.__qualname__}"] += 1
             continue
-        what = f"{kind.__name__} {str(thing.dtype).removeprefix('torch.')} {list(thing.shape)} on {thing.device}"
-        census.counts[what] += 1
-        newest[what] = thing
-        census.bytes[what] += _own_bytes(thing, storages)
+        with contextlib.suppress(Exception):  # parameters that wait for their shape, and classes of users
+            what = f"{kind.__name__} {str(thing.dtype).removeprefix('torch.')} {list(thing.shape)} on {thing.device}"
+            census.counts[what] += 1
+            newest[what] = thing
+            census.bytes[what] += _own_bytes(thing, storages)
     for name, count in objects.items():
         if name != "builtins.cell" and count >= _FEWEST_OBJECTS:
             census.counts[f"Python objects {name}"] = count

@@ -13,18 +13,21 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.collectives import all_gather_object
+from lightning_3d.collectives import all_gather_object, gather_object
 from lightning_3d.errors import ConfigError
 from lightning_3d.events import EventSource, Phase, StepEvents
 from lightning_3d.mesh import Mesh
 from lightning_3d.monitor.clocks import clock_offsets
-from lightning_3d.monitor.device_scalars import DeviceScalars
+from lightning_3d.monitor.device_scalars import Name
 from lightning_3d.monitor.devices import peak_flops, peak_memory
 from lightning_3d.monitor.diagnosis import WINDOW, Diagnosis
-from lightning_3d.monitor.figures import Figures, figures, figures_of_ranks, utilisation
+from lightning_3d.monitor.figures import Figures, figures, utilisation
+from lightning_3d.monitor.gauges import Gauges
 from lightning_3d.monitor.leaks import memory_in_use
 from lightning_3d.monitor.model_flops import ModelFlops, count_model
 from lightning_3d.monitor.own_time import summarize
+from lightning_3d.monitor.record import RankWindow
+from lightning_3d.monitor.source import mesh_of, source_of
 from lightning_3d.monitor.step_picture import RankStep, draw_step, step_trace
 from lightning_3d.monitor.tags import scalars
 from lightning_3d.monitor.tensorboard import TensorBoardPages
@@ -66,7 +69,8 @@ class ThreeDMonitor(Callback):
         diagnose: bool = True,
         window: int = WINDOW,
     ) -> None:
-        for name, value in (("every_n_steps", every_n_steps), ("tokens_per_sample", tokens_per_sample)):
+        given = {"every_n_steps": every_n_steps, "tokens_per_sample": tokens_per_sample, "peak_tflops": peak_tflops}
+        for name, value in given.items():
             if value is not None and value <= 0:
                 raise ConfigError(f"{name}={value} is not positive. Leave it out for the default.")
         self.every_n_steps = every_n_steps
@@ -76,16 +80,16 @@ class ThreeDMonitor(Callback):
         self.skip_steps = skip_steps
         self.diagnosis = Diagnosis(window) if diagnose else None
         self.figures: Figures | None = None
-        """Those of the last window, on every rank."""
+        """Those of the last window, on rank 0."""
+        self._events: EventSource | None = None
         self._steps: deque[StepEvents] = deque(maxlen=_WINDOW)
         self._for_picture: list[tuple[int, StepEvents]] = []
         self._pages: list[TensorBoardPages] = []
         self._flops: ModelFlops | None = None
         self._folder: Path | None = None
         self._offsets: list[float] = [0.0]
-        self._scalars = DeviceScalars()
-        self._seen = self._known = self._skipped = 0
-        self._next_picture = 0
+        self._gauges = Gauges()
+        self._known = self._next_picture = 0
 
     # --- begin and end ---------------------------------------------------------------------------------------------
 
@@ -97,18 +101,14 @@ class ThreeDMonitor(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to listen. Collective."""
-        events = getattr(trainer.strategy, "events", None)
-        if not isinstance(events, EventSource):
-            raise ConfigError(
-                f"{type(self).__name__} reads the timings of ThreeDStrategy, but the Trainer has"
-                f" {type(trainer.strategy).__name__}. Use strategy='3d', or leave the callback out."
-            )
+        events, mesh = source_of(trainer, type(self).__name__)
         if self.diagnosis is not None:
             self.diagnosis.on_train_start(trainer, pl_module)
-        mesh = _mesh(trainer)
+            self._offsets = self.diagnosis.clock_offsets
+        else:
+            self._offsets = clock_offsets(mesh.control_world)
         folder = trainer.log_dir  # asks rank 0, so every rank must get here
         self._folder = Path(folder) / "monitor" if folder is not None and trainer.loggers else None
-        self._offsets = clock_offsets(mesh.control_world)
         self._pages = []
         if trainer.is_global_zero:
             self._pages = [page for logger in trainer.loggers if (page := TensorBoardPages.of(logger)) is not None]
@@ -116,28 +116,32 @@ class ThreeDMonitor(Callback):
             page.lay_out()
         self._steps.clear()
         self._for_picture.clear()
-        self._scalars.clear()
-        self._seen = self._known = self._skipped = 0
+        self._gauges.clear()
+        self._known = 0
         self._next_picture = self.skip_steps + 2
+        self._events = events
         events.listen(self._hear)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen no more."""
+        """Log what is still on its way from the device, and listen no more. Collective."""
         if self.diagnosis is not None:
             self.diagnosis.on_train_end(trainer, pl_module)
-        self._stop(trainer)
+        if self._events is not None:
+            self._events.flush()
+            self._log_arrived(trainer)
+        self._stop()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Listen no more."""
         if self.diagnosis is not None:
             self.diagnosis.on_exception(trainer, pl_module, exception)
-        self._stop(trainer)
+        self._stop()
 
-    def _stop(self, trainer: Trainer) -> None:
-        events = getattr(trainer.strategy, "events", None)
-        if isinstance(events, EventSource):
+    def _stop(self) -> None:
+        events, self._events = self._events, None
+        if events is not None:
             events.unlisten(self._hear)
 
     def _hear(self, step: StepEvents) -> None:
@@ -151,11 +155,7 @@ class ThreeDMonitor(Callback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Take the norm of the gradient in the last step of a window. Collective there."""
-        every = self._every(trainer)
-        if every and self._seen % every >= every - trainer.accumulate_grad_batches:
-            norm = trainer.strategy.gradient_norm()  # type: ignore[attr-defined]
-            step = trainer.fit_loop.epoch_loop._batches_that_stepped
-            self._scalars.ask("training/gradient_norm", step, norm)
+        self._gauges.before_step(trainer, self._every(trainer), _step(trainer))
 
     @override
     def on_train_batch_end(
@@ -164,21 +164,20 @@ class ThreeDMonitor(Callback):
         """Log at the end of a window. Collective there."""
         if self.diagnosis is not None:
             self.diagnosis.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        self._seen += 1
-        self._skipped += bool(getattr(trainer.precision_plugin, "step_skipped", False))
-        every = self._every(trainer)
-        if every and self._seen % every == 0:
+        self._gauges.after_batch()
+        every, seen = self._every(trainer), self._gauges.seen
+        if every and seen % every == 0:
             self._close(trainer, batch)
         self._log_arrived(trainer)
-        if self.picture_every_n_steps and self._seen >= self._next_picture and self._draw(trainer):
-            self._next_picture = self._seen + self.picture_every_n_steps
+        if self.picture_every_n_steps and seen >= self._next_picture and self._draw(trainer):
+            self._next_picture = seen + self.picture_every_n_steps
 
     def _every(self, trainer: Trainer) -> int:
         """Batches between points; 0 where the Trainer logs nothing."""
         return int(self.every_n_steps or trainer.log_every_n_steps)  # type: ignore[attr-defined]
 
     def _close(self, trainer: Trainer, batch: Any) -> None:
-        mesh = _mesh(trainer)
+        mesh = mesh_of(trainer)
         steps = list(self._steps)
         self._steps.clear()
         memory = memory_in_use(mesh.device)
@@ -186,22 +185,21 @@ class ThreeDMonitor(Callback):
         peak = max(memory, peak_memory(mesh.device))
         window = summarize(mesh.rank, steps, {"memory": memory, "memory_peak": peak})
         with mesh.events.span(Phase.SYNC, label="monitor"):
-            windows = figures_of_ranks(window, mesh.control_world)
-        found = figures(windows, mesh.sizes, self.tokens_per_sample)
-        if found is not None:
-            self.figures = found
-        if not trainer.is_global_zero:
+            windows: list[RankWindow] | None = gather_object(window, mesh.control_world)
+        if windows is None:
             return
+        found = figures(windows, mesh.sizes, self.tokens_per_sample)
         values = self._training(trainer)
         if found is not None:
+            self.figures = found
             layout: Any = trainer.strategy.layout  # type: ignore[attr-defined]
             values |= scalars(found, layout.bubble, self._utilisation(found, mesh, batch))
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        for name, of, value in self._scalars.arrived():
+        step = _step(trainer)
+        for name, of, value in self._gauges.arrived():
             if of == step:  # on one row of a table with the others
-                values[name] = value
+                values[_tag(name)] = value
             else:
-                self._log(trainer, {name: value}, of)
+                self._log(trainer, {_tag(name): value}, of)
         self._log(trainer, values, step)
 
     def _log(self, trainer: Trainer, values: dict[str, float], step: int) -> None:
@@ -213,10 +211,10 @@ class ThreeDMonitor(Callback):
                 logger.log_metrics(left, step=step)
 
     def _log_arrived(self, trainer: Trainer) -> None:
-        """Log the scalars that have arrived."""
-        for name, step, value in self._scalars.arrived():
+        """Log what has arrived from the device."""
+        for name, step, value in self._gauges.arrived():
             if trainer.is_global_zero:
-                self._log(trainer, {name: value}, step)
+                self._log(trainer, {_tag(name): value}, step)
 
     def _utilisation(self, found: Figures, mesh: Mesh, batch: Any) -> float | None:
         peak = peak_flops(mesh.device, self.peak_tflops)
@@ -224,28 +222,20 @@ class ThreeDMonitor(Callback):
         return None if peak is None or flops is None else utilisation(found, flops, peak)
 
     def _training(self, trainer: Trainer) -> dict[str, float]:
-        """What becomes of the model."""
-        values: dict[str, float] = {"training/skipped_steps": float(self._skipped)}
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is not None:
-            step = trainer.fit_loop.epoch_loop._batches_that_stepped
-            self._scalars.ask("training/loss_scale", step, scaler.factor)
-        rates = {
-            (optimizer_index, group_index): float(group["lr"])
-            for optimizer_index, optimizer in enumerate(trainer.optimizers)
-            for group_index, group in enumerate(optimizer.param_groups)
-        }
+        """What becomes of the model, as far as the host knows it."""
+        rates = self._gauges.read(trainer, _step(trainer))
+        values = {"training/skipped_steps": float(self._gauges.skipped)}
         if len(set(rates.values())) == 1:
             values["training/learning_rate"] = next(iter(rates.values()))
         else:
-            values |= {f"training/learning_rate_{one}_{other}": rate for (one, other), rate in rates.items()}
+            values |= {_tag(name): rate for name, rate in rates.items()}
         return values
 
     # --- picture ---------------------------------------------------------------------------------------------------
 
     def _draw(self, trainer: Trainer) -> bool:
         """Draw the last step that all stages of the first replica know, if any. Collective among these."""
-        mesh = _mesh(trainer)
+        mesh = mesh_of(trainer)
         if self._folder is None or mesh.dp.rank or mesh.tp.rank:
             return True
         with mesh.events.span(Phase.SYNC, label="picture"):
@@ -275,7 +265,10 @@ class ThreeDMonitor(Callback):
         return True
 
 
-def _mesh(trainer: Trainer) -> Mesh:
-    mesh = trainer.strategy.topology  # type: ignore[attr-defined]
-    assert isinstance(mesh, Mesh)
-    return mesh
+def _step(trainer: Trainer) -> int:
+    """Under which Lightning's own loggers have this batch."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def _tag(name: Name) -> str:
+    return f"training/{'_'.join(name)}"

@@ -35,11 +35,13 @@ class Notice:
             self._memory = mmap.mmap(file.fileno(), _SIZE)
         self._last: Mapping[str, Any] | None = None
 
-    def post(self, values: Mapping[str, Any]) -> None:
-        """Replace what was posted before. What is too long is not posted."""
+    def post(self, values: Mapping[str, Any]) -> bool:
+        """Replace what was posted before; ``False`` if there is no room for it, and that stays."""
         text = json.dumps(values, separators=(",", ":")).encode()
-        if _HEAD.size + len(text) <= _SIZE:
-            self._memory[: _HEAD.size + len(text)] = _HEAD.pack(zlib.crc32(text), len(text)) + text
+        if _HEAD.size + len(text) > _SIZE:
+            return False
+        self._memory[: _HEAD.size + len(text)] = _HEAD.pack(zlib.crc32(text), len(text)) + text
+        return True
 
     def read(self) -> Mapping[str, Any] | None:
         """What was posted last; ``None`` before anything was.

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -22,14 +22,16 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.events import EventSource, StepEvents
 from lightning_3d.mesh import Mesh
 from lightning_3d.monitor.clocks import machine
-from lightning_3d.monitor.device_scalars import DeviceScalars
+from lightning_3d.monitor.device_scalars import Name
 from lightning_3d.monitor.devices import gpu_uuid, memory_size, peak_flops, peak_memory
 from lightning_3d.monitor.endpoint import Endpoint
+from lightning_3d.monitor.gauges import Gauges
 from lightning_3d.monitor.gpu_counters import GpuCounters
 from lightning_3d.monitor.leaks import memory_in_use
 from lightning_3d.monitor.model_flops import ModelFlops, count_model
 from lightning_3d.monitor.noticeboard import Notice, Noticeboard
 from lightning_3d.monitor.rank_counters import RankCounters
+from lightning_3d.monitor.source import mesh_of, source_of
 
 TARGETS = Path("monitor", "prometheus_targets.json")
 """In the log folder, unless another place is asked for: the endpoints of all hosts while the run trains."""
@@ -104,8 +106,9 @@ class ThreeDPrometheus(Callback):
         self.targets: list[str] = []
         """``host:port`` of every endpoint, while a run trains."""
         self._counters = RankCounters()
-        self._scalars = DeviceScalars()
-        self._arrived: dict[str, float] = {}
+        self._events: EventSource | None = None
+        self._gauges = Gauges()
+        self._arrived: dict[Name, float] = {}
         self._flops: ModelFlops | None = None
         self._flops_per_sample: float | None = None
         self._board: Noticeboard | None = None
@@ -114,7 +117,6 @@ class ThreeDPrometheus(Callback):
         self._written: Path | None = None
         self._labels: dict[str, Any] = {}
         self._posted = 0.0
-        self._seen = self._skipped = 0
 
     # --- begin and end ---------------------------------------------------------------------------------------------
 
@@ -126,13 +128,7 @@ class ThreeDPrometheus(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the endpoints, and begin to listen. Collective."""
-        events = getattr(trainer.strategy, "events", None)
-        if not isinstance(events, EventSource):
-            raise ConfigError(
-                f"{type(self).__name__} reads the timings of ThreeDStrategy, but the Trainer has"
-                f" {type(trainer.strategy).__name__}. Use strategy='3d', or leave the callback out."
-            )
-        mesh = _mesh(trainer)
+        events, mesh = source_of(trainer, type(self).__name__)
         self._close()
         host = socket.gethostname()
         folder = trainer.log_dir  # asks rank 0, so every rank must get here
@@ -167,9 +163,11 @@ class ThreeDPrometheus(Callback):
             if one is not None
         ]
         self._write_targets(trainer, log_folder)
-        self._scalars.clear()
-        self._seen = 0
+        self._counters = RankCounters()
+        self._gauges.clear()
+        self._arrived = {}
         self._post(trainer)
+        self._events = events
         events.listen(self._hear)
 
     def _open(self, ranks: Sequence[int]) -> tuple[str, int, str]:
@@ -207,20 +205,17 @@ class ThreeDPrometheus(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the endpoint."""
-        self._stop(trainer)
+        self._close()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Close the endpoint."""
-        self._stop(trainer)
-
-    def _stop(self, trainer: Trainer) -> None:
-        events = getattr(trainer.strategy, "events", None)
-        if isinstance(events, EventSource):
-            events.unlisten(self._hear)
         self._close()
 
     def _close(self) -> None:
+        events, self._events = self._events, None
+        if events is not None:
+            events.unlisten(self._hear)
         endpoint, self._endpoint = self._endpoint, None
         board, self._board = self._board, None
         notice, self._notice = self._notice, None
@@ -245,25 +240,18 @@ class ThreeDPrometheus(Callback):
         """Take the norm of the gradient now and then. Collective there."""
         every = self.gradient_norm_every_n_steps
         every = trainer.log_every_n_steps if every is None else every  # type: ignore[attr-defined]
-        if every and self._seen % every >= every - trainer.accumulate_grad_batches:
-            norm = trainer.strategy.gradient_norm()  # type: ignore[attr-defined]
-            self._scalars.ask("gradient_norm", trainer.global_step, norm)
+        self._gauges.before_step(trainer, every, trainer.global_step)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Post, about once a second."""
-        self._seen += 1
-        self._skipped += bool(getattr(trainer.precision_plugin, "step_skipped", False))
-        for name, _, value in self._scalars.arrived():
-            self._arrived[name] = value
+        self._gauges.after_batch()
+        self._arrived |= {name: value for name, _, value in self._gauges.arrived()}
         if time.monotonic() - self._posted >= _POST_S:
             if self._flops is not None:
                 self._flops_per_sample = self._flops.per_sample(batch)
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
-            if scaler is not None and trainer.is_global_zero:
-                self._scalars.ask("loss_scale", trainer.global_step, scaler.factor)
             self._post(trainer)
 
     @override
@@ -283,11 +271,16 @@ class ThreeDPrometheus(Callback):
     def _post(self, trainer: Trainer) -> None:
         assert self._notice is not None
         self._posted = time.monotonic()
-        self._notice.post({"labels": self._labels, "time": time.time(), "values": self._values(trainer)})
+        values = self._values(trainer)
+        told = {"labels": self._labels, "time": time.time(), "values": values}
+        if not self._notice.post(told):
+            groups = values.pop("learning_rate", ())
+            rank_zero_warn(f"ThreeDPrometheus leaves out learning rates: those of {len(groups)} groups are too many.")
+            self._notice.post(told)
 
     def _values(self, trainer: Trainer) -> dict[str, Any]:
         """By name of :data:`lightning_3d.monitor.metrics.METRICS`; what is not known is left out."""
-        mesh, done = _mesh(trainer), self._counters
+        mesh, done = mesh_of(trainer), self._counters
         memory = memory_in_use(mesh.device)
         values: dict[str, Any] = {
             "global_step": trainer.global_step,
@@ -301,7 +294,7 @@ class ThreeDPrometheus(Callback):
             "memory_peak_bytes": max(memory, peak_memory(mesh.device)),
             "memory_size_bytes": memory_size(mesh.device),
             "message_bytes_total": [([name], size) for name, size in done.message_bytes.items()],
-            "skipped_steps_total": self._skipped,
+            "skipped_steps_total": self._gauges.skipped,
             "peak_flops_per_second": peak_flops(mesh.device, self.peak_tflops),
         }
         if mesh.is_replica_reader:
@@ -318,23 +311,17 @@ class ThreeDPrometheus(Callback):
 
     def _of_the_job(self, trainer: Trainer) -> dict[str, Any]:
         """What is the same on all ranks."""
+        self._arrived |= self._gauges.read(trainer, trainer.global_step)
         layout: Any = trainer.strategy.layout  # type: ignore[attr-defined]
         shape = (layout.schedule, layout.pipeline_parallel, layout.data_parallel, layout.tensor_parallel)
-        return {
-            **self._arrived,
+        values: dict[str, Any] = {
             "layout_info": [([*shape, layout.virtual_stages, layout.zero_stage], 1)],
             "bubble_predicted_ratio": layout.bubble if layout.pipeline_parallel > 1 else None,
             "model_flops_per_sample": self._flops_per_sample,
-            "learning_rate": [
-                ([which, group_index], float(group["lr"]))
-                for which, optimizer in enumerate(trainer.optimizers)
-                for group_index, group in enumerate(optimizer.param_groups)
-                if not isinstance(group["lr"], Tensor) or not group["lr"].is_cuda  # reading that one would wait for it
-            ],
         }
-
-
-def _mesh(trainer: Trainer) -> Mesh:
-    mesh = trainer.strategy.topology  # type: ignore[attr-defined]
-    assert isinstance(mesh, Mesh)
-    return mesh
+        for (name, *labels), value in self._arrived.items():
+            if labels:
+                values.setdefault(name, []).append((labels, value))
+            else:
+                values[name] = value
+        return values

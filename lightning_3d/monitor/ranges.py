@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_3d.errors import ConfigError
 from lightning_3d.events import EventSource, Opener, Row, StepEvents
 from lightning_3d.mesh import Mesh
+from lightning_3d.monitor.source import source_of
 
 Target = Literal["nvtx", "profiler"]
 
@@ -107,8 +108,17 @@ class NVTXRanges(Callback):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End."""
-        if self._ranges is not None:
-            self._ranges.remove()
+        self._remove()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """End."""
+        self._remove()
+
+    def _remove(self) -> None:
+        ranges, self._ranges = self._ranges, None
+        if ranges is not None:
+            ranges.remove()
 
 
 class ThreeDProfiler(PyTorchProfiler):
@@ -137,7 +147,9 @@ class ThreeDProfiler(PyTorchProfiler):
     def is_chosen(self) -> bool:
         """Whether this rank is profiled."""
         module = self._lightning_module
-        return module is not None and module.global_rank in self.ranks
+        mesh = _mesh_of(module)  # its rank is that of the process, whoever it passes for within a step
+        rank = None if module is None else module.global_rank if mesh is None else mesh.rank
+        return rank in self.ranks
 
     @override
     def start(self, action_name: str) -> None:
@@ -166,23 +178,6 @@ def name_spans_for(trainer: Trainer, events: EventSource, mesh: Mesh) -> Ranges 
     ranges = Ranges(events, mesh.pp.rank, "profiler")
     ranges.install()
     return ranges
-
-
-def source_of(trainer: Trainer, name: str) -> tuple[EventSource, Mesh]:
-    """The timings of the strategy, and its mesh.
-
-    Raises:
-        ConfigError: The Trainer has another strategy; ``name`` is who asks.
-    """
-    events = getattr(trainer.strategy, "events", None)
-    if not isinstance(events, EventSource):
-        raise ConfigError(
-            f"{name} reads the timings of ThreeDStrategy, but the Trainer has {type(trainer.strategy).__name__}. Use"
-            " strategy='3d', or leave it out."
-        )
-    mesh = trainer.strategy.topology  # type: ignore[attr-defined]
-    assert isinstance(mesh, Mesh)
-    return events, mesh
 
 
 def _mesh_of(module: LightningModule | None) -> Mesh | None:

@@ -1,15 +1,16 @@
 """What a run writes about itself while it trains: ``monitor/record.jsonl`` in its log folder, one JSON object a line.
 
 Each names its ``"entry"``: ``"run"`` once at the start of every run (a resumed one adds another), then a ``"window"``
-every N steps with the figures of all ranks, and a ``"straggler"`` or a ``"leak"`` where one was found. Only rank 0
-writes; a line is complete or not there, so that a run that dies leaves what it had. ``lightning-3d report`` reads it.
+every N steps with the figures of all ranks (later one for several), and a ``"straggler"`` or a ``"leak"`` where one was
+found. Only rank 0 writes, line by line, so that a run that dies leaves what it had. ``lightning-3d report`` reads it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -124,6 +125,47 @@ class Window:
     wall: float
     """Seconds since 1970 when it closed."""
     ranks: tuple[RankWindow, ...]
+    windows: int = 1
+    """Windows of the run that it is the mean of."""
+
+
+def mean_rank_window(windows: Sequence[RankWindow]) -> RankWindow:
+    """One window out of several of a rank, each by its number of steps; of memory the most."""
+    steps = sum(window.steps for window in windows)
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(value * window.steps for value, window in zip(values, windows, strict=True)) / max(1, steps)
+
+    def spread(values: Sequence[Spread]) -> Spread:
+        return Spread(*(mean(value[part] for value in values) for part in range(3)))
+
+    names = sorted({name for window in windows for name in window.seconds})
+    return RankWindow(
+        rank=windows[0].rank,
+        steps=steps,
+        step_s=mean(window.step_s for window in windows),
+        usual_s=mean(window.usual_s or window.step_s for window in windows),
+        seconds={name: spread([window.seconds.get(name, NAUGHT) for window in windows]) for name in names},
+        micro_batches=mean(window.micro_batches for window in windows),
+        samples=mean(window.samples for window in windows),
+        tokens=mean(window.tokens for window in windows),
+        pipeline_s=mean(window.pipeline_s for window in windows),
+        busy_s=mean(window.busy_s for window in windows),
+        reading=spread([window.reading for window in windows]),
+        memory=max(window.memory for window in windows),
+        memory_peak=max(window.memory_peak for window in windows),
+    )
+
+
+def mean_window(windows: Sequence[Window]) -> Window:
+    """One window out of several that follow each other."""
+    return Window(
+        first_step=windows[0].first_step,
+        last_step=windows[-1].last_step,
+        wall=windows[-1].wall,
+        ranks=tuple(mean_rank_window(ranks) for ranks in zip(*(window.ranks for window in windows), strict=True)),
+        windows=sum(window.windows for window in windows),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,12 +219,17 @@ class Leak:
     """What has become more, largest first; empty where the allocator does not tell."""
 
 
+_LINES = 50
+"""Windows in the record after which each next line is the mean of twice as many."""
 _KINDS: dict[str, type] = {"run": Run, "window": Window, "straggler": Straggler, "leak": Leak}
 Entry = Run | Window | Straggler | Leak
 
 
 class Writer:
     """Adds lines to the record of a run; used on rank 0.
+
+    A window has a few hundred bytes for every rank. After some the mean of two is written in their place, then that of
+    four and so on: a run of a month on thousands of ranks leaves a file that can be read.
 
     Args:
         folder: The log folder of the run.
@@ -191,13 +238,44 @@ class Writer:
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder, FILE)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._held: list[Window] = []
+        self._together = 1
+        """Windows that become one line."""
+        self._lines = 0
+        if self.path.exists():
+            _end_line(self.path)
 
     def write(self, entry: Entry) -> None:
-        """Add an entry; it is in the file when this returns."""
+        """Add an entry; it is in the file when this returns, but for a window that waits for others."""
+        if not isinstance(entry, Window):
+            self._add(entry)
+            return
+        self._held.append(entry)
+        if len(self._held) == self._together:
+            self.flush()
+            self._lines += 1
+            self._together *= 1 if self._lines % _LINES else 2
+
+    def flush(self) -> None:
+        """Write the windows that wait."""
+        held, self._held = self._held, []
+        if held:
+            self._add(held[0] if len(held) == 1 else mean_window(held))
+
+    def _add(self, entry: Entry) -> None:
         kind = next(name for name, of in _KINDS.items() if isinstance(entry, of))
-        line = json.dumps({"entry": kind, **dataclasses.asdict(entry)}, separators=(",", ":"))
+        line = json.dumps({"entry": kind, **vars(entry)}, separators=(",", ":"), default=vars)
         with self.path.open("a") as file:
             file.write(line + "\n")
+
+
+def _end_line(path: Path) -> None:
+    """What a killed process was writing must not become one with what follows."""
+    with path.open("r+b") as file:
+        if file.seek(0, os.SEEK_END) > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
 
 
 def read(folder: str | Path) -> Iterator[Entry]:
@@ -207,15 +285,16 @@ def read(folder: str | Path) -> Iterator[Entry]:
         ConfigError: There is no record in the folder, or its lines are something else.
     """
     path = find(folder)
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the last line of a process that was killed
-        kind = values.pop("entry", None) if isinstance(values, dict) else None
-        if kind not in _KINDS:
-            raise ConfigError(f"{path}, line {number}: {line[:60]!r} is no entry of a record of ThreeDMonitor.")
-        yield _build(_KINDS[kind], values)
+    with path.open() as file:
+        for number, line in enumerate(file, 1):
+            try:
+                values = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # the last line of a process that was killed
+            kind = values.pop("entry", None) if isinstance(values, dict) else None
+            if kind not in _KINDS:
+                raise ConfigError(f"{path}, line {number}: {line[:60]!r} is no entry of a record of ThreeDMonitor.")
+            yield _build(_KINDS[kind], values)
 
 
 def find(folder: str | Path) -> Path:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from lightning_3d.config import Sizes
 from lightning_3d.errors import ConfigError
 from lightning_3d.monitor.figures import COMPUTE, Figures, figures
-from lightning_3d.monitor.record import NAUGHT, Entry, Leak, Place, RankWindow, Run, Spread, Straggler, Window
+from lightning_3d.monitor.record import Entry, Leak, Place, Run, Straggler, Window, mean_rank_window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,11 @@ class RunFigures:
     def step_s(self) -> float:
         """Mean time of a batch."""
         return self.job.step_s
+
+    @property
+    def num_windows(self) -> int:
+        """Windows of the run, in each of which ranks were looked at."""
+        return sum(window.windows for window in self.windows)
 
     @property
     def memory_peak(self) -> tuple[int, ...]:
@@ -124,16 +129,18 @@ def figures_of(entries: Iterable[Entry]) -> RunFigures:
             found.append(entry)
         else:
             leaks[entry.place.rank, entry.kind] = entry
-    if run is None or not any(rank.steps for window in windows for rank in window.ranks):
+    ranks, job = [], None
+    if run is not None and windows:
+        ranks = [mean_rank_window([window.ranks[place.rank] for window in windows]) for place in run.places]
+        job = figures(ranks, Sizes(*run.sizes))
+    if run is None or job is None:
         raise ConfigError(
             "The run has written down no window of steps: it was killed before the first was full, or trained on fewer"
             " batches than tell anything (3 are left out, 4 are the least). Train longer, or use"
             " ThreeDMonitor(window=4)."
         )
-    ranks = [_over([window.ranks[place.rank] for window in windows]) for place in run.places]
     readers = [rank for rank, place in zip(ranks, run.places, strict=True) if place.pp == 0 and place.tp == 0]
-    job = figures(ranks, Sizes(*run.sizes))
-    assert job is not None
+    found = [one for one in found if one.last_step <= windows[-1].last_step]  # of windows that are written
     return RunFigures(
         run=run,
         windows=tuple(windows),
@@ -145,33 +152,6 @@ def figures_of(entries: Iterable[Entry]) -> RunFigures:
         samples=statistics.fmean(rank.samples for rank in readers),
         slow=_slow(found),
         leaks=tuple(sorted(leaks.values(), key=lambda leak: -leak.bytes_per_step)),
-    )
-
-
-def _over(windows: Sequence[RankWindow]) -> RankWindow:
-    """One window out of several of a rank, by their steps."""
-    total = sum(window.steps for window in windows) or 1
-
-    def mean(values: Iterable[float]) -> float:
-        return sum(value * window.steps for value, window in zip(values, windows, strict=True)) / total
-
-    names = sorted({name for window in windows for name in window.seconds})
-    return RankWindow(
-        rank=windows[0].rank,
-        steps=total,
-        step_s=mean(window.step_s for window in windows),
-        usual_s=mean(window.usual_s or window.step_s for window in windows),
-        seconds={
-            name: Spread(*(mean(window.seconds.get(name, NAUGHT)[part] for window in windows) for part in range(3)))
-            for name in names
-        },
-        micro_batches=mean(window.micro_batches for window in windows),
-        samples=mean(window.samples for window in windows),
-        tokens=mean(window.tokens for window in windows),
-        pipeline_s=mean(window.pipeline_s for window in windows),
-        busy_s=mean(window.busy_s for window in windows),
-        memory=max(window.memory for window in windows),
-        memory_peak=max(window.memory_peak for window in windows),
     )
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_3d import events as events_module
 from lightning_3d.config import Sizes
 from lightning_3d.events import DeviceClock, Event, EventSource, Phase, StepEvents
 from lightning_3d.models import GPT
-from lightning_3d.monitor.figures import Figures, figures, utilisation
+from lightning_3d.monitor.figures import Figures, Slowest, figures, utilisation
 from lightning_3d.monitor.model_flops import count_model
 from lightning_3d.monitor.own_time import pipeline_seconds, summarize
-from lightning_3d.monitor.record import RankWindow
+from lightning_3d.monitor.record import RankWindow, Spread
 from lightning_3d.monitor.step_picture import RankStep, draw_step, step_trace
 from lightning_3d.monitor.tags import CHARTS, DESCRIPTIONS, scalars
 from lightning_3d.planner.flops import model_flops_per_token
@@ -40,8 +42,8 @@ class FakeEvent:
     def __init__(self, device: Device) -> None:
         self.device, self.at = device, -1.0
 
-    def record(self) -> None:
-        self.at = self.device.queued
+    def record(self, idle_stream: object = None) -> None:
+        self.at = self.device.queued if idle_stream is None else self.device.done
 
     def query(self) -> bool:
         return self.at <= self.device.done
@@ -56,7 +58,7 @@ class FakeEvent:
 
 def test_a_device_is_asked_when_it_is_done_and_its_events_come_again() -> None:
     device = Device()
-    events = EventSource(DeviceClock(device.event))
+    events = EventSource(DeviceClock(device.event, object))
     told: list[StepEvents] = []
     events.listen(told.append)
     for step in range(6):
@@ -69,7 +71,7 @@ def test_a_device_is_asked_when_it_is_done_and_its_events_come_again() -> None:
         device.done = device.queued - 15  # always a step behind
         assert len(told) == max(0, step - 1)
     made = device.made
-    assert made <= 3 * 6  # events of three steps at most are on their way
+    assert made <= 3 * 6 + 1  # events of three steps at most are on their way, and one look at the host's clock
     events.flush()
     assert [step.step for step in told] == list(range(6))
     for before, after in itertools.pairwise(told):
@@ -79,6 +81,33 @@ def test_a_device_is_asked_when_it_is_done_and_its_events_come_again() -> None:
     assert forward.seconds == pytest.approx(0.015)
     assert tp.seconds == pytest.approx(0.005)
     assert told[-1].begin - told[0].begin == pytest.approx(0.075)
+
+
+def test_steps_stay_on_the_hosts_clock_though_that_of_the_device_runs_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, passed, late_s = itertools.count(0.0, 1e-6), 0.0, 0.4
+    host = SimpleNamespace(perf_counter=lambda: 10.0 + passed + next(looks), time=lambda: 5e4 + passed)
+    monkeypatch.setattr(events_module, "time", host)
+    device = Device()
+    device.done = -1e3 * late_s
+    clock = DeviceClock(device.event, object)
+    events = EventSource(clock)
+    told: list[StepEvents] = []
+    events.listen(told.append)
+    for step in range(100):
+        events.begin_step(step)
+        events.count(1, 1, 1)
+        passed += 1.0
+        device.queued += 1001.0
+        device.done = device.queued - 1e3 * late_s
+    events.flush()
+    for step, one in enumerate(told):
+        begun = step + late_s  # when the device comes to it
+        assert one.wall - 5e4 == pytest.approx(begun, abs=0.015)  # up to 0.1 if nobody looked again
+        assert one.begin - 10.0 == pytest.approx(begun, abs=0.015)
+    assert len(told) == 100
+
+    monkeypatch.setattr(FakeEvent, "query", lambda event: False)  # all streams share one queue
+    assert clock.now() is None
 
 
 def test_validation_lies_in_the_training_step_and_its_batches_go_to_those_who_ask() -> None:
@@ -179,6 +208,25 @@ def test_rates_count_every_replica_once() -> None:
     assert figures([*ranks[:7], RankWindow(rank=7, steps=0)], Sizes(pp=2, dp=2, tp=2)) is None
 
 
+def test_the_slowest_loader_is_the_one_that_others_wait_for() -> None:
+    # Every rank of both replicas waits as long as the loader of rank 2 takes.
+    waits = [Spread(3.0 + (rank == 1) * 1e-9, 3.0, 0.0) for rank in range(8)]
+    readings = {0: 1.0, 2: 3.0}
+    ranks = [
+        RankWindow(
+            rank=rank,
+            steps=2,
+            step_s=5.0,
+            seconds={"loader": waits[rank], "forward": Spread(1.0, 1.0, 0.0)},
+            reading=Spread(readings.get(rank, 0.0), 0.0, 0.0),
+        )
+        for rank in range(8)
+    ]
+    found = figures(ranks, Sizes(pp=2, dp=2, tp=2))
+    assert found is not None
+    assert found.slowest["loader"] == Slowest(2, 1.0) and "compute" not in found.slowest
+
+
 def test_what_is_not_known_is_not_logged() -> None:
     known = scalars(two_stages(), 0.25, None)
     assert "speed/mfu" not in known
@@ -208,3 +256,7 @@ def test_a_step_is_drawn_with_every_rank_and_traced_with_every_event() -> None:
     boxes = [entry for entry in trace if entry["ph"] == "X"]
     assert len(boxes) == len(FIRST.events) + len(SECOND.events)
     assert min(entry["ts"] for entry in boxes if entry["pid"] == 2) == pytest.approx(1.5e6)
+    # A device tells the same time for the end of a message and of the forward it lies in: neither may end later.
+    for convert in (int, round):
+        first = [entry for entry in boxes if entry["pid"] == 0 and entry["cat"] in ("forward", "tp")]
+        assert len({convert(entry["ts"] * 1e3) + convert(entry["dur"] * 1e3) for entry in first}) == 1

@@ -83,7 +83,7 @@ def test_what_is_posted_last_is_read_by_whoever_maps_the_same_file() -> None:
         writer.post({"a": 1})
         assert board.notices[5].read() == {"a": 1}
         assert board.notices[4].read() is None
-        writer.post({"a": "x" * (1 << 17)})  # more than there is room for
+        assert not writer.post({"a": "x" * (1 << 17)})  # more than there is room for
         assert board.notices[5].read() == {"a": 1}
         writer.close()
         assert board.notices[5].read() == {"a": 1}  # its rank is gone
@@ -127,10 +127,10 @@ def test_counters_of_a_rank_add_up_what_its_steps_took() -> None:
 
 def test_scalars_are_told_once_as_they_were_when_asked_for() -> None:
     scalars, value = DeviceScalars(), torch.tensor(2.0)
-    scalars.ask("loss_scale", 3, value)
+    scalars.ask(("loss_scale",), 3, value)
     value.mul_(2)
-    scalars.ask("loss_scale", 4, value)
-    assert list(scalars.arrived()) == [("loss_scale", 3, 2.0), ("loss_scale", 4, 4.0)]
+    scalars.ask(("loss_scale",), 4, value)
+    assert list(scalars.arrived()) == [(("loss_scale",), 3, 2.0), (("loss_scale",), 4, 4.0)]
     assert not list(scalars.arrived())
 
 
