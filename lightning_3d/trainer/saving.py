@@ -34,6 +34,8 @@ class Saving:
     """Writes while training goes on; ``None``: the ranks wait for every save."""
     training: bool = False
     """Whether steps follow, at which the end of a save in the background is noticed."""
+    resumed: Path | None = None
+    """The checkpoint that this run goes on from."""
     _doomed: list[Path] = field(default_factory=list)
     """On rank 0: to be removed once no link leads to them."""
     _unseen: dict[Path, bool] = field(default_factory=dict)
@@ -48,8 +50,7 @@ class Saving:
         for callback in trainer.checkpoint_callbacks:
             if not isinstance(callback, ModelCheckpoint):
                 continue
-            exists = callback.file_exists
-            callback.file_exists = self._existence(exists)  # type: ignore[method-assign, assignment]
+            callback.file_exists = self._existence(callback)  # type: ignore[method-assign, assignment]
             if type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:
                 callback._link_checkpoint = self._link  # type: ignore[method-assign]
             self._served.append(callback)
@@ -60,7 +61,7 @@ class Saving:
             vars(callback).pop("file_exists", None)
             vars(callback).pop("_link_checkpoint", None)
         self._served.clear()
-        self._trainer = None
+        self._trainer, self.resumed = None, None
 
     def save(self, path: str | os.PathLike[str], gather: Callable[[], Content], mesh: Mesh) -> None:
         """Write a checkpoint, or begin to; collective.
@@ -139,7 +140,9 @@ class Saving:
             self._unseen[path] = True
         trainer.strategy.barrier()
 
-    def _existence(self, exists: Callable[[Any, pl.Trainer], bool]) -> Callable[[Any, pl.Trainer], bool]:
+    def _existence(self, callback: ModelCheckpoint) -> Callable[[Any, pl.Trainer], bool]:
+        exists = callback.file_exists
+
         def file_exists(filepath: Any, trainer: pl.Trainer) -> bool:
             on_disk = exists(filepath, trainer)
             try:
@@ -147,9 +150,18 @@ class Saving:
             except CheckpointError:
                 return on_disk
             known = self._unseen.get(path, on_disk) if trainer.is_global_zero else False
-            return trainer.strategy.reduce_boolean_decision(known, all=False)
+            return trainer.strategy.reduce_boolean_decision(known and not self._takes_over(path, callback), all=False)
 
         return file_exists
+
+    def _takes_over(self, path: Path, callback: ModelCheckpoint) -> bool:
+        """Whether ``path`` is the ``last`` that this run goes on from, though its callback does not know.
+
+        What was saved before the first ``last`` was made does not name it. The next one would get another name, and a
+        ``last`` that is never renewed would stay behind.
+        """
+        is_last = path.name.startswith(callback.CHECKPOINT_NAME_LAST)
+        return is_last and not callback.last_model_path and path == self.resumed
 
     def _uploads(self) -> bool:
         """Whether a logger reads every checkpoint right after it was saved."""

@@ -89,7 +89,9 @@ class StatefulStrategy(ReplicaStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         self.finish_saving()
-        checkpoint = checkpoints.read(self.broadcast(str(checkpoint_path)), self.topology, weights_only)
+        path = self.broadcast(str(checkpoint_path))
+        checkpoint = checkpoints.read(path, self.topology, weights_only)
+        self._saving.resumed = checkpoints.local_path(path)
         if state := checkpoint.pop(checkpoints.RANK_STATE, None):
             self._loaded_rank_state = state["state"]
         if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:

@@ -1,0 +1,49 @@
+"""``last`` over runs that are killed and go on: one name, which leads to the newest checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_3d import ThreeDStrategy
+from lightning_3d.checkpoint import read
+from lightning_3d.config import Sizes
+from lightning_3d.mesh import build_mesh
+
+MESH = build_mesh(Sizes(pp=1, dp=1, tp=1), torch.device("cpu"))
+
+
+def run_to(folder: Path, step: int, save_last: Any) -> None:
+    """A run that saves at every step goes on from its last checkpoint, if there is one."""
+    keeper = ModelCheckpoint(
+        folder, "{step}", every_n_train_steps=1, save_last=save_last, save_on_train_epoch_end=False
+    )
+    trainer = Trainer(
+        strategy=ThreeDStrategy(),
+        accelerator="cpu",
+        devices=1,
+        max_steps=step,
+        limit_train_batches=9,
+        limit_val_batches=0,
+        callbacks=[keeper],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(BoringModel(), ckpt_path="last")
+
+
+@pytest.mark.parametrize("save_last", ["link", True])
+def test_a_run_that_was_killed_after_its_first_save_renews_the_last_it_goes_on_from(
+    tmp_path: Path, save_last: Any
+) -> None:
+    run_to(tmp_path, 1, save_last)  # whose checkpoint does not know of `last`, which follows it
+    run_to(tmp_path, 3, save_last)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["last.ckpt", "step=3.ckpt"]
+    assert read(tmp_path / "last.ckpt", MESH)["global_step"] == 3
