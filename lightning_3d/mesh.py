@@ -129,6 +129,7 @@ def build_mesh(
     device: torch.device,
     control_timeout: timedelta | None = None,
     events: EventSource | None = None,
+    timeout: timedelta | None = None,
 ) -> Mesh:
     """The mesh of the initialised default process group.
 
@@ -140,6 +141,8 @@ def build_mesh(
         control_timeout: How long ranks wait for each other in ``control_world`` (on a GPU: in all control groups),
             where one may work alone for long; by default as long as in any other group.
         events: Where this rank tells when it does what; by default nobody can listen.
+        timeout: How long a collective over an axis may take; by default as long as torch has it for the backend, which
+            need not be as long as in the default process group.
     """
     events = events or EventSource()
     if sizes.world == 1:
@@ -150,6 +153,9 @@ def build_mesh(
     device_mesh = DeviceMesh(device.type, grid, mesh_dim_names=AXES)
     axes = {name: _from_device_mesh(device_mesh, name, rank) for name in AXES}
     axes["model"] = _axis("model", grid.permute(1, 0, 2).reshape(sizes.dp, -1), rank, None, shared=axes)
+    for axis in axes.values():
+        if timeout is not None and axis.group is not None:  # torch makes groups with limits of its own
+            dist.distributed_c10d._set_pg_timeout(timeout, axis.group)
     axes["world"] = Axis("world", sizes.world, rank, tuple(range(sizes.world)), dist.group.WORLD)
     control = axes
     if device.type != "cpu":
@@ -233,16 +239,26 @@ def _axis(
     if size == dist.get_world_size() and backend is None:
         group = dist.group.WORLD
     elif size > 1 and group is None:
-        group = _new_groups(rows.tolist(), rank, backend, timeout)
+        group = own_group(rows.tolist(), rank, backend, timeout)
     return Axis(name, size, mine.index(rank), mine, group)
 
 
-def _new_groups(
-    rows: Sequence[Sequence[int]], rank: int, backend: str | None, timeout: timedelta | None
+def own_group(
+    rows: Sequence[Sequence[int]], rank: int, backend: str | None = None, timeout: timedelta | None = None
 ) -> ProcessGroup | None:
-    mine = None
-    for row in rows:
-        group = dist.new_group(list(row), backend=backend, timeout=timeout)
-        if rank in row:
-            mine = group
-    return mine
+    """This rank's process group of those with these global ranks. Collective.
+
+    Made by their members alone, or all at once: one after another, those of thousands of ranks would take minutes.
+
+    Args:
+        rows: Every rank of the world is in one of them.
+        rank: This rank.
+        backend: By default that of the default process group.
+        timeout: How long a collective may take; by default as long as torch has it for the backend.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    device = getattr(world, "bound_device_id", None)
+    if backend is None and device is not None and world._get_backend(device).supports_splitting:
+        return dist.split_group(world, [list(row) for row in rows], timeout=timeout)
+    mine = next(list(row) for row in rows if rank in row)
+    return dist.new_group(mine, backend=backend, timeout=timeout, use_local_synchronization=True)
