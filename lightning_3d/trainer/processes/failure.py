@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import itertools
 import os
 import signal
 import socket
@@ -32,6 +33,7 @@ from lightning_3d.trainer.processes.tether import Holder, release
 GRACE_S = 12.0
 """How long a rank may take to stop by itself once the job has failed."""
 _PERIOD_S = 0.25
+_ASK_EACH = 1024  # as many ranks ask the store in each period; of more, each asks in every second or third
 _STUCK_S = 2.0  # no progress of the main thread for so long: it waits inside a collective
 _TOLD_WITHIN_S = 2.0  # a rank that has failed says so after its connections break
 _STUCK_AFTER_SIGNAL_S = 18.0  # long, because a healthy stage may wait for a long step of its neighbour
@@ -75,6 +77,8 @@ class FailureGuard:
         self._external = False
         self._siblings: Siblings | None = None
         self._armed = False
+        self._run = 0
+        self._ask_every = 1
         self._ending = False
         self._tripped: str | None = None
         self._raised = False
@@ -84,6 +88,7 @@ class FailureGuard:
         self._launcher: Holder | None = None
         self._tethered = False
         self._wake_up: int | None = None
+        self._wake_up_lock = threading.Lock()
         self._barrier: Callable[[], None] | None = None
         self._lock = threading.Lock()
 
@@ -124,6 +129,7 @@ class FailureGuard:
         if mesh.world.size == 1:
             return
         self._where, self._sizes = mesh.where, mesh.sizes
+        self._ask_every = -(-mesh.world.size // _ASK_EACH)
         if self._store is None:
             # A connection of its own: the main thread may wait inside the other one.
             store = dist.distributed_c10d._get_default_store()
@@ -227,6 +233,7 @@ class FailureGuard:
 
     def _arm(self) -> None:
         self._armed, self._ending = True, False
+        self._run += 1
         self._raised, self._told, self._tripped = False, False, None
         self._set_wake_up(on=True)
         if self._thread is None or not self._thread.is_alive():
@@ -235,7 +242,7 @@ class FailureGuard:
 
     def _watch(self) -> None:
         signalled: float | None = None
-        while True:
+        for period in itertools.count():
             time.sleep(_PERIOD_S)
             if not self._armed or self._tripped is not None:
                 signalled = None
@@ -243,7 +250,7 @@ class FailureGuard:
             if (reason := self._found_here()) is not None:
                 self.trip(reason, announce=self._external)
                 continue
-            if (reason := self._told_by_others()) is not None:
+            if period % self._ask_every == 0 and (reason := self._told_by_others()) is not None:
                 self.trip(reason)
                 continue
             signals = self._signals()
@@ -304,10 +311,10 @@ class FailureGuard:
 
     def _interrupt(self) -> None:
         """Bring the main thread to raise, or else end the process."""
-        start = time.monotonic()
+        start, run = time.monotonic(), self._run
         _abort_communicators()
         cut = thrown = False
-        while self._armed and time.monotonic() - start < GRACE_S:
+        while self._goes_on(run) and time.monotonic() - start < GRACE_S:
             if self._raised:  # it is on its way out
                 time.sleep(_PERIOD_S)
             elif not cut and _is_stuck(_STUCK_S):
@@ -319,16 +326,22 @@ class FailureGuard:
                 thrown = True
             else:
                 time.sleep(_PERIOD_S)
-        if self._armed:
+        if self._goes_on(run):
             self._end()
 
     def _arm_deadline(self) -> None:
+        run = self._run
+
         def watch() -> None:
             time.sleep(GRACE_S)
-            if self._armed:
+            if self._goes_on(run):
                 self._end()
 
         threading.Thread(target=watch, name="lightning-3d-deadline", daemon=True).start()
+
+    def _goes_on(self, run: int) -> bool:
+        """Whether the Trainer has not been left since: another run that follows is no concern of this one."""
+        return self._armed and self._run == run
 
     def _end(self) -> None:
         say(f"{self._where} did not stop within {GRACE_S:g} s and is ended.\n")
@@ -355,13 +368,14 @@ class FailureGuard:
                 self._wake_up = read
         elif not on and self._wake_up is not None:
             write = signal.set_wakeup_fd(-1)
-            read, self._wake_up = self._wake_up, None
+            with self._wake_up_lock:  # the thread must not read from what has the number next
+                read, self._wake_up = self._wake_up, None
+                os.close(read)
             os.close(write)
-            os.close(read)
 
     def _signals(self) -> set[int]:
         """Signals that have come since this was last asked."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self._wake_up_lock:
             if self._wake_up is not None:
                 return set(os.read(self._wake_up, 256))
         return set()

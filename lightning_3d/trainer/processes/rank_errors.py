@@ -30,9 +30,14 @@ def ending(code: int) -> str:
     """How a process with this exit code has ended, for a sentence."""
     if code >= 0:
         return f"ended with exit code {code}"
+    return f"was ended by {_signal_of(code) or f'signal {-code}'}"
+
+
+def _signal_of(code: int) -> str | None:
+    """Name of the signal that has ended a process; not all have one."""
     with contextlib.suppress(ValueError):
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"was ended by signal {-code}"
+        return signal.Signals(-code).name
+    return None
 
 
 def rank_error(
@@ -56,13 +61,12 @@ def rank_error(
     process = processes[rank]
     if rank in traces:
         return mp.ProcessRaisedException(f"\n\n-- Rank {rank} failed:\n{traces[rank]}", rank, process.pid)
-    name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else None
     return mp.ProcessExitedException(
         f"rank {rank} {ending(process.exitcode)}",
         error_index=rank,
         error_pid=process.pid,
         exit_code=process.exitcode,
-        signal_name=name,
+        signal_name=_signal_of(process.exitcode),
     )
 
 
