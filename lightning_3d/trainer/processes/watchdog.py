@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from lightning_3d.mesh import Mesh, where
+from lightning_3d import collectives
+from lightning_3d.config import Sizes
+from lightning_3d.mesh import Mesh, coordinates, where
+from lightning_3d.pipeline import transport
 from lightning_3d.progress import Progress
+from lightning_3d.trainer.data import messages
 from lightning_3d.trainer.processes.failure import FailureGuard
 from lightning_3d.trainer.processes.flight_recorder import FlightRecorder
 
@@ -25,11 +31,13 @@ _ANSWER_S = 5.0
 # Frames in these places wait for other ranks: such a rank is held up, and does not hold up others.
 _WAITING = (
     str(Path("torch", "distributed")),
-    str(Path("lightning_3d", "collectives.py")),
-    str(Path("lightning_3d", "pipeline", "transport.py")),
-    str(Path("lightning_3d", "trainer", "messages.py")),
+    *(str(module.__file__) for module in (collectives, transport, messages)),
 )
 _INNERMOST = 4
+_DEVICE_S = 1.0
+"""How long the driver has to say whether a device is at work."""
+_MOST = 16
+"""Ranks that a message names of each kind, of thousands that may stand alike."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,7 @@ class Standing:
     idle_s: float
     """Seconds since it last began something."""
     waiting: bool
-    """Whether it waits for another rank."""
+    """Whether it waits for another rank, as far as can be told."""
     stack: str
 
 
@@ -109,7 +117,7 @@ class Watchdog:
                 called = store.check([key])
                 if not called and idle < self._timeout_s:
                     continue
-                standing = self._standing(idle)
+                standing = self._standing(idle, mesh.device)
                 store.set(f"{key}/{mesh.rank}", json.dumps(asdict(standing)))
                 self._recorder.dump(mesh.rank, f"{mesh.where}: {standing.doing}\n{standing.stack}")
                 if called or store.compare_set(key, "", str(mesh.rank)) != str(mesh.rank).encode():
@@ -134,11 +142,29 @@ class Watchdog:
                 )
                 return
 
-    def _standing(self, idle_s: float) -> Standing:
+    def _standing(self, idle_s: float, device: torch.device) -> Standing:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
         waiting = any(place in entry.filename for entry in stack[-_INNERMOST:] for place in _WAITING)
+        # A host runs ahead of its GPU and waits for it anywhere, say for a loss to print; what waits there is a kernel.
+        waiting = waiting or is_at_work(device)
         return Standing(str(self._progress), round(idle_s, 1), waiting, "".join(traceback.format_list(stack[-12:])))
+
+
+def is_at_work(device: torch.device) -> bool:
+    """Whether a GPU is not done with what the host has asked of it."""
+    if device.type != "cuda":
+        return False
+    answer = [True]
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            answer[0] = not torch.cuda.default_stream(device).query()
+
+    thread = threading.Thread(target=ask, name="lightning-3d-device", daemon=True)  # the driver may hold it up as well
+    thread.start()
+    thread.join(_DEVICE_S)
+    return answer[0]
 
 
 def report(found: Mapping[int, Standing], mesh: Mesh, timeout_s: float) -> str:
@@ -153,30 +179,38 @@ def report(found: Mapping[int, Standing], mesh: Mesh, timeout_s: float) -> str:
     silent = [rank for rank in range(sizes.world) if rank not in found]
     busy = [rank for rank, standing in found.items() if not standing.waiting and standing.idle_s >= timeout_s / 2]
     lines = [f"no progress for {timeout_s:g} s (hang_timeout_s)"]
-    for rank in silent:
+    for rank in silent[:_MOST]:
         lines.append(
             f"{where(rank, sizes)}, stage {_stage(rank, sizes)}, does not answer: its process is stopped, gone or"
             " stands in a call that does not return to Python"
         )
-    for rank in busy if not silent else []:
+    for rank in busy[:_MOST] if not silent else []:
         standing = found[rank]
         lines.append(
             f"{where(rank, sizes)}, stage {_stage(rank, sizes)}, hangs: {standing.doing or 'outside of steps'}, for"
             f" {standing.idle_s:g} s, at (innermost call last)\n{standing.stack.rstrip()}"
         )
-    if not silent and not busy:
-        lines.append("all ranks wait for each other: they do not agree on what to do next. Each stands at")
-        for rank, standing in sorted(found.items()):
-            innermost = standing.stack.strip().splitlines()[-2:]
-            lines.append(f"{where(rank, sizes)}: {standing.doing}; {' '.join(line.strip() for line in innermost)}")
-    else:
+    if named := silent or busy:
+        lines += _others(named)
         held_up = sorted(set(found) - set(busy))
-        lines.append(f"held up by it: {', '.join(where(rank, sizes) for rank in held_up) or 'nobody'}")
-    return "\n".join(lines)
+        text = ", ".join(where(rank, sizes) for rank in held_up[:_MOST]) or "nobody"
+        lines.append(f"held up by it: {', '.join([text, *_others(held_up)])}")
+        return "\n".join(lines)
+    kernel = "" if mesh.device.type == "cpu" else ", or a kernel does not end"
+    lines.append(f"all ranks wait for each other: they do not agree on what to do next{kernel}. Each stands at")
+    for rank, standing in sorted(found.items())[:_MOST]:
+        innermost = standing.stack.strip().splitlines()[-2:]
+        lines.append(f"{where(rank, sizes)}: {standing.doing}; {' '.join(line.strip() for line in innermost)}")
+    return "\n".join([*lines, *_others(list(found))])
 
 
-def _stage(rank: int, sizes: Any) -> int:
-    return int(rank // (sizes.dp * sizes.tp))
+def _others(ranks: Sequence[int]) -> list[str]:
+    """What to say of those that are not named."""
+    return [f"and {len(ranks) - _MOST} more"] if len(ranks) > _MOST else []
+
+
+def _stage(rank: int, sizes: Sizes) -> int:
+    return coordinates(rank, sizes)[0]
 
 
 def _answers(store: Any, key: str, world: int) -> dict[int, Standing]:
