@@ -160,6 +160,43 @@ def test_restore_undoes_what_a_step_did() -> None:
         assert torch.equal(value, state[name])
 
 
+def test_restore_undoes_what_a_step_did_within_containers() -> None:
+    module, mirror, *_ = _pair()
+    inner, average = [1], _Average()
+    module.table = {"losses": inner, "total": torch.zeros(2), "pair": ([1], torch.zeros(1)), "average": average}
+    module.outputs = [[1], torch.zeros(1)]
+    total = module.table["total"]
+    before = mirror.snapshot(copy=True)
+    module.table["losses"].append(2)
+    module.table["total"] += 1
+    module.table["pair"][0].append(2)
+    module.table["pair"][1].add_(1)
+    average.count += 1
+    module.outputs[0].append(2)
+    module.outputs[1].add_(1)
+    assert torch.equal(total, torch.ones(2))
+    mirror.restore(before)
+    assert module.table["losses"] is inner and inner == [1]
+    assert list(module.table) == ["losses", "total", "pair", "average"]
+    assert torch.equal(module.table["total"], torch.zeros(2))
+    assert module.table["pair"][0] == [1] and module.table["pair"][1].item() == 0
+    assert module.table["average"] is average and average.count == 0
+    assert module.outputs[0] == [1] and module.outputs[1].item() == 0
+    assert not mirror.delta(mirror.snapshot())
+
+
+def test_a_list_of_a_class_of_its_own_stays_one() -> None:
+    class Mine(list[int]):
+        pass
+
+    module, mirror, *_ = _pair()
+    module.outputs = Mine([1])
+    before = mirror.snapshot(copy=True)
+    module.outputs.append(2)
+    mirror.restore(before)
+    assert type(module.outputs) is Mine and module.outputs == [1]
+
+
 def test_states_made_in_inference_mode_are_followed() -> None:
     module, mirror, other, others = _pair()
     with torch.inference_mode():

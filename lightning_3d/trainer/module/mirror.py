@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -25,6 +25,7 @@ from lightning_3d.trainer.module.late_modules import LateModules
 log = logging.getLogger(__name__)
 
 _MAX_NODES = 1024  # Python objects looked at per attribute; larger ones are compared by identity
+_COPIED = 64  # entries of containers in which tensors are copied
 _MAX_GRAPH_ELEMENTS = 1 << 16  # tensors that hang on an autograd graph are sent up to this size
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "torchmetrics", "transformers", "tokenizers", "datasets"}
@@ -42,8 +43,8 @@ class _Frozen:
     """The value itself; kept alive, so that its identity is not used again."""
     content: Any
     """What it held: versions of tensors, entries of containers, attributes of objects. ``None``: identity decides."""
-    clone: Tensor | None
-    """A copy of a tensor's values, where they may have to be put back."""
+    copies: Mapping[int, Tensor]
+    """Values of the tensors in it, by ``id``, where they may have to be put back."""
 
 
 @dataclass(frozen=True)
@@ -257,36 +258,48 @@ class _Tail:
 
 
 def _freeze(value: Any, copy: bool = False) -> _Frozen:
-    content = _content(value, [_MAX_NODES])
-    clone = value.detach().clone() if copy and isinstance(value, Tensor) and not isinstance(value, _FORBIDDEN) else None
-    return _Frozen(value, content, clone)
+    copies: dict[int, Tensor] = {}
+    content = _content(value, [_MAX_NODES], copies if copy else None)
+    if copy and isinstance(value, Tensor) and not isinstance(value, _FORBIDDEN) and id(value) not in copies:
+        copies[id(value)] = value.detach().clone()  # one by itself is copied whatever its size
+    return _Frozen(value, content, copies)
 
 
-def _content(value: Any, budget: list[int]) -> Any:
-    """What tells whether a value has changed in place; spends one unit of the budget per object."""
+def _content(value: Any, budget: list[int], copies: dict[int, Tensor] | None = None) -> Any:
+    """What tells whether a value has changed in place; spends one unit of the budget per object.
+
+    Small tensors in it are copied into ``copies``, those in long containers left out: outputs, which steps append.
+    """
     budget[0] -= 1
     if isinstance(value, _ATOMS) or budget[0] < 0:
         return None
     if isinstance(value, Tensor):
+        if copies is not None and not isinstance(value, _FORBIDDEN) and value.numel() <= _MAX_GRAPH_ELEMENTS:
+            copies[id(value)] = value.detach().clone()
         return _version(value)
     if isinstance(value, np.ndarray):
         return value.tobytes() if value.nbytes <= _MAX_NODES else None
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         if len(value) <= budget[0]:
-            return _held(value, value, budget)
+            return _held(value, value, budget, copies)
         return _Tail.of(value, len(value))
     if isinstance(value, dict):
-        return _held(value.items(), value.values(), budget) if len(value) <= budget[0] else _Tail.of(value, len(value))
+        if len(value) <= budget[0]:
+            return _held(value.items(), value.values(), budget, copies)
+        return _Tail.of(value, len(value))
     if isinstance(value, nn.Module) or callable(value) or not hasattr(value, "__dict__"):
         return None
     if type(value).__module__.partition(".")[0] in _LIBRARIES:
         return None
     attributes = vars(value)
-    return _held(attributes.items(), attributes.values(), budget) if len(attributes) <= budget[0] else None
+    return _held(attributes.items(), attributes.values(), budget, copies) if len(attributes) <= budget[0] else None
 
 
-def _held(entries: Iterable[Any], inner: Iterable[Any], budget: list[int]) -> _Held:
-    return _Held(tuple(entries), tuple(_content(entry, budget) for entry in inner))
+def _held(
+    entries: Collection[Any], inner: Iterable[Any], budget: list[int], copies: dict[int, Tensor] | None = None
+) -> _Held:
+    copies = copies if len(entries) <= _COPIED else None
+    return _Held(tuple(entries), tuple(_content(entry, budget, copies) for entry in inner))
 
 
 def _version(tensor: Tensor) -> Any:
@@ -334,24 +347,38 @@ def _appended(old: _Frozen, value: Any) -> list[Any] | None:
 
 def _thaw(frozen: _Frozen) -> Any:
     """The value of a picture, with containers put back to what they held."""
-    value, content = frozen.value, frozen.content
-    if frozen.clone is not None:
-        return frozen.clone.clone()
+    return _put_back(frozen.value, frozen.content, frozen.copies)
+
+
+def _put_back(value: Any, content: Any, copies: Mapping[int, Tensor]) -> Any:
+    """What is to stand in the place of ``value``: the same object, within which all is as it was, or a copy."""
+    if isinstance(value, Tensor):
+        unchanged = content is not None and _same(content, _version(value))
+        return value if unchanged or id(value) not in copies else copies[id(value)].clone()
     if isinstance(content, _Tail):
         if isinstance(value, dict):
             for key in list(value)[content.length :]:
                 del value[key]
-        return value[: content.length] if isinstance(value, list) else value
-    if not isinstance(content, _Held) or isinstance(value, (tuple, frozenset)):
+        elif isinstance(value, list):
+            del value[content.length :]
         return value
-    if isinstance(value, list):
-        return list(content.entries)
-    holder = value if isinstance(value, (dict, set, deque)) else vars(value)
+    if not isinstance(content, _Held) or _same(content, _content(value, [_MAX_NODES])):
+        return value
+    holder = value if isinstance(value, (list, tuple, set, frozenset, deque, dict)) else vars(value)
+    by_name = isinstance(holder, dict)
+    parts = [entry[1] for entry in content.entries] if by_name else content.entries
+    parts = [_put_back(part, inner, copies) for part, inner in zip(parts, content.inner, strict=True)]
+    if type(value) is tuple and not all(map(operator.is_, parts, value)):
+        return tuple(parts)
+    if isinstance(holder, (tuple, frozenset)):
+        return value
     holder.clear()
-    if isinstance(holder, deque):
-        holder.extend(content.entries)
+    if isinstance(holder, dict):
+        holder.update(zip((key for key, _ in content.entries), parts, strict=True))
+    elif isinstance(holder, set):
+        holder.update(parts)
     else:
-        holder.update(content.entries)
+        holder.extend(parts)
     return value
 
 
