@@ -18,6 +18,8 @@ SPLITS = ("uniform", "parameters", "flops", "profile")
 CHECKPOINTING = ("full",)
 PLAN_VALUES = ("colwise", "rowwise", "vocab", "replicate")
 REDUCE_DTYPES = ("float32", "bfloat16", "float16", "float64")
+MICRO_BATCHES_PER_STAGE = 4
+"""With fewer of them the bubble is worth a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,7 @@ class ParallelConfig:
         _check_known("nonfinite", self.nonfinite, NONFINITE)
         _check_known("loss_reduction", self.loss_reduction, ("mean", "sum"))
         _check_known("start_method", self.start_method, (None, *START_METHODS))
-        if isinstance(self.tp_plan, str):
+        if not isinstance(self.tp_plan, Mapping):
             _check_known("tp_plan", self.tp_plan, ("auto",), also="a mapping of layer names to how each is cut")
         else:
             for pattern, value in self.tp_plan.items():
@@ -136,12 +138,12 @@ class ParallelConfig:
         split = self.pipeline_split
         if isinstance(split, str):
             _check_known("pipeline_split", split, SPLITS, also="a list with the number of blocks of every chunk")
-        elif not split or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in split):
+        elif not _is_list_of(split, int) or any(isinstance(size, bool) or size < 1 for size in split):
             raise ConfigError(
-                f"pipeline_split={list(split)} must list a positive number of blocks for every chunk, such as [3, 4]."
+                f"pipeline_split={split!r} must list a positive number of blocks for every chunk, such as [3, 4]."
             )
         blocks = self.pipeline_blocks
-        if not isinstance(blocks, str) and (not blocks or any(not isinstance(name, str) for name in blocks)):
+        if not isinstance(blocks, str) and not _is_list_of(blocks, str):
             raise ConfigError(
                 f"pipeline_blocks={blocks!r} must be 'auto', the name of a list of layers such as 'model.layers', or"
                 " a list of such names."
@@ -212,17 +214,22 @@ class Sizes:
         return self.pp * self.dp * self.tp
 
 
-def micro_batch_count(config: ParallelConfig, stages: int, batch_size: int) -> int:
-    """How many micro-batches a replica's batch of ``batch_size`` samples is cut into: 1 up to one per sample.
+def default_micro_batches(stages: int) -> int:
+    """Micro-batches of a replica's batch where no option says how many, and samples suffice.
 
-    Without an option a pipeline takes four per stage, which leaves a bubble of about a fifth.
+    A pipeline takes as many per stage as leave a bubble of about a fifth.
     """
+    return MICRO_BATCHES_PER_STAGE * stages if stages > 1 else 1
+
+
+def micro_batch_count(config: ParallelConfig, stages: int, batch_size: int) -> int:
+    """How many micro-batches a replica's batch of ``batch_size`` samples is cut into: 1 up to one per sample."""
     if config.micro_batch_size is not None:
         count = -(-batch_size // config.micro_batch_size)
     elif config.num_micro_batches is not None:
         count = config.num_micro_batches
     else:
-        count = 4 * stages if stages > 1 else 1
+        count = default_micro_batches(stages)
     return max(1, min(count, batch_size))
 
 
@@ -269,6 +276,11 @@ def _check_seconds(name: str, value: object) -> None:
         raise ConfigError(f"{name}={value!r} must be a positive number of seconds, or None.")
 
 
+def _is_list_of(value: object, kind: type) -> bool:
+    """Whether it is a sequence of such things, and of one at least."""
+    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(item, kind) for item in value)
+
+
 def _check_known(name: str, value: object, known: Sequence[object], also: str = "") -> None:
     if value not in known or isinstance(value, bool):
         choices = ", ".join(repr(item) for item in known) + (f", or {also}" if also else "")
@@ -280,11 +292,9 @@ def _misfit(config: ParallelConfig, tp: int, pp: int, dp: int, world_size: int) 
         fit = f"data_parallel={world_size // (tp * pp)} (or 'auto')"
     else:
         pairs = [
-            (t, p)
-            for t in range(1, world_size + 1)
-            for p in range(1, world_size // t + 1)
-            if world_size % (t * p) == 0 and (t == tp or p == pp)
+            (t, p) for t in range(1, world_size + 1) for p in range(1, world_size // t + 1) if world_size % (t * p) == 0
         ]
+        pairs = [(t, p) for t, p in pairs if t == tp or p == pp] or pairs
         nearest = sorted(pairs, key=lambda pair: (abs(pair[0] - tp) + abs(pair[1] - pp), pair))[:4]
         fit = "one of " + ", ".join(
             f"tensor_parallel={t} with pipeline_parallel={p} (data_parallel={world_size // (t * p)})"

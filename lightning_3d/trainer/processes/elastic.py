@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_3d.config import ParallelConfig, Sizes
+from lightning_3d.config import ParallelConfig, Sizes, default_micro_batches
 from lightning_3d.errors import ConfigError
 
 
@@ -186,7 +186,5 @@ def _micro_batches(config: ParallelConfig, pp: int, dp: int) -> int | None:
     wished = config.data_parallel
     if config.micro_batch_size is not None or wished == "auto" or wished <= dp:
         return config.num_micro_batches
-    count = config.num_micro_batches
-    if count is None:
-        count = 4 * pp if pp > 1 else 1
+    count = config.num_micro_batches or default_micro_batches(pp)
     return -(-count * wished // dp)

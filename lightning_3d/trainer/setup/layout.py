@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_3d.config import ParallelConfig, Sizes, micro_batch_count
+from lightning_3d.config import ParallelConfig, Sizes, default_micro_batches, micro_batch_count
 from lightning_3d.schedules import bubble_fraction
 
 
@@ -119,7 +119,7 @@ def expected_micro_batches(config: ParallelConfig, sizes: Sizes, accumulated: in
         return micro_batch_count(config, sizes.pp, max(1, config.global_batch_size // (sizes.dp * accumulated)))
     if config.micro_batch_size is not None:
         return None
-    return config.num_micro_batches or (4 * sizes.pp if sizes.pp > 1 else 1)
+    return config.num_micro_batches or default_micro_batches(sizes.pp)
 
 
 def _span(names: tuple[str, ...]) -> str:

@@ -14,14 +14,11 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import LBFGS, Adafactor, Optimizer
 
 from lightning_3d import checkpoint, tensor_parallel
-from lightning_3d.config import ParallelConfig, Sizes
+from lightning_3d.config import MICRO_BATCHES_PER_STAGE, ParallelConfig, Sizes
 from lightning_3d.errors import ConfigError
 from lightning_3d.pipeline.blocks import find_block_lists, share_out
 from lightning_3d.schedules import bubble_fraction
 from lightning_3d.sharding.optimizer import steps_on_parts
-
-MICRO_BATCHES_PER_STAGE = 4
-"""With fewer of them the bubble is worth a warning; the default of ``num_micro_batches``."""
 
 
 def check_module(module: pl.LightningModule, config: ParallelConfig, sizes: Sizes) -> None:
@@ -36,15 +33,24 @@ def check_module(module: pl.LightningModule, config: ParallelConfig, sizes: Size
     check_layers(module, config, sizes)
 
 
-def check_layers(module: pl.LightningModule, config: ParallelConfig, sizes: Sizes) -> None:
+def check_layers(
+    module: pl.LightningModule, config: ParallelConfig, sizes: Sizes, order: Sequence[str] | None = None
+) -> None:
     """The same of a module whose layers are all there.
+
+    Args:
+        module: The module.
+        config: The options.
+        sizes: Ranks along every axis.
+        order: Names of modules in the order of their calls, empty if unknown; for a pipeline it is looked for.
 
     Raises:
         ConfigError, PlanError, StageError: if it cannot be laid out as asked.
     """
     check_steps(module, config, sizes.pp)
     num_chunks = sizes.pp * config.virtual_stages
-    share_out(module, find_block_lists(module, config.pipeline_blocks, num_chunks), num_chunks, config.pipeline_split)
+    lists = find_block_lists(module, config.pipeline_blocks, num_chunks, order)
+    share_out(module, lists, num_chunks, config.pipeline_split, virtual_stages=config.virtual_stages)
     lists = find_block_lists(module, config.pipeline_blocks)
     tensor_parallel.plan(module, [item.blocks for item in lists], config, sizes.tp)
 
@@ -163,6 +169,6 @@ def bubble_warning(config: ParallelConfig, stages: int, micro_batches: int) -> s
     )
     return (
         f"{micro_batches} micro-batches per step for {stages} pipeline stages: every stage waits {here:.0%} of each"
-        f" step (the bubble of {config.schedule}); {enough} micro-batches, 4 per stage, would bring it to {there:.0%}."
-        " Use larger batches, smaller micro-batches, or fewer stages."
+        f" step (the bubble of {config.schedule}); {enough} micro-batches, {MICRO_BATCHES_PER_STAGE} per stage, would"
+        f" bring it to {there:.0%}. Use larger batches, smaller micro-batches, or fewer stages."
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_3d.collectives import all_reduce
-from lightning_3d.config import ParallelConfig, micro_batch_count
+from lightning_3d.config import ParallelConfig, default_micro_batches, micro_batch_count
 from lightning_3d.errors import ConfigError
 from lightning_3d.events import Phase
 from lightning_3d.mesh import Mesh
@@ -42,7 +42,7 @@ from lightning_3d.trainer.data.outputs import combine
 from lightning_3d.trainer.logging.logs import LogRelay
 from lightning_3d.trainer.module.mirror import StateMirror
 from lightning_3d.trainer.setup.assembly import Assembly
-from lightning_3d.trainer.setup.preflight import MICRO_BATCHES_PER_STAGE, bubble_warning, check_steps
+from lightning_3d.trainer.setup.preflight import bubble_warning, check_steps
 from lightning_3d.trainer.step.report import StepReport
 
 
@@ -85,7 +85,7 @@ class StepRunner:
         check_steps(module, config, mesh.pp.size)
         if not module.automatic_optimization:
             assembly.sharding.allow_manual_use()
-        self._expected_pieces = config.num_micro_batches or MICRO_BATCHES_PER_STAGE * mesh.pp.size
+        self._expected_pieces = config.num_micro_batches or default_micro_batches(mesh.pp.size)
 
     # --- training --------------------------------------------------------------------------------------------------
 
