@@ -226,6 +226,7 @@ class ThreeDPrecision(Precision):
                 "LBFGS runs its closure several times in a step, which loss scaling cannot follow. Use another"
                 " optimizer, or precision='bf16-mixed' or '32-true'."
             )
+        self.step_skipped = False
         if self.scaler is None and self._nonfinite == "continue":
             return self._plain_step(optimizer, model, closure, **kwargs)
         result = closure()
@@ -243,7 +244,6 @@ class ThreeDPrecision(Precision):
     def _plain_step(
         self, optimizer: Optimizable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        self.step_skipped = False
         if not steps_on_parts(optimizer):  # type: ignore[arg-type]
             step = UserStep(optimizer)  # type: ignore[arg-type]
             closure = step.closure(partial(self._wrap_closure, model, optimizer, closure))

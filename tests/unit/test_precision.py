@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import nn
 
+from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.precision import PRECISION_RULES, ThreeDPrecision
 from lightning_3d.sharding import ZERO_RULES
@@ -94,3 +99,33 @@ def test_the_table_of_zero_stages() -> None:
         2: {"all_gather": 5, "reduce_scatter": 20},
         3: {"all_gather": 40, "reduce_scatter": 20},
     }
+
+
+class SpoiltThenEmpty(BoringModel):
+    """The first batch has a loss that is NaN, the others have none."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)["loss"] * float("nan") if batch_idx == 0 else None
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def test_a_step_that_was_left_out_does_not_hold_the_schedule_of_batches_without_a_loss() -> None:
+    module = SpoiltThenEmpty()
+    trainer = Trainer(
+        strategy=ThreeDStrategy(nonfinite="skip"),
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        limit_train_batches=3,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module)
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
