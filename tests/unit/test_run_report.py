@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,16 @@ def test_the_bubble_is_a_share_of_the_time_of_the_stage_that_takes_longest() -> 
     assert bubble_of_stages(ranks) == pytest.approx({0: 0.2, 1: 0.4})
     assert bubble_of_stages([facts(0, 0, 10.0, 9.0)]) == {}
     assert _rank_table(ranks).row_count == 4
+
+
+def test_thousands_of_ranks_take_no_time_and_no_thousands_of_rows() -> None:
+    ranks = [replace(facts(rank, rank % 8, 10.0, 9.0), peak_memory=rank) for rank in range(8192)]
+    start = time.perf_counter()
+    assert len(bubble_of_stages(ranks)) == 8
+    table = _rank_table(ranks)
+    assert time.perf_counter() - start < 1
+    assert table.row_count == 64 and table.title == "Ranks: the 64 fullest of 8,192"
+    assert next(iter(table.columns[0].cells)) == "8128"
 
 
 def fit(tmp_path: Path, **options: Any) -> RunReport:

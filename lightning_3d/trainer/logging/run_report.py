@@ -20,6 +20,9 @@ from lightning_3d.events import DeviceClock, EventSource, Phase, StepEvents
 from lightning_3d.monitor.own_time import pipeline_seconds
 from lightning_3d.pipeline.micro_batches import batch_size_of, tokens_of
 
+_ROWS = 64
+"""Ranks that the table of ranks shows at most."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
@@ -219,12 +222,19 @@ class RunReport(Callback):
 
 
 def _rank_table(facts: list[RankFacts]) -> Table:
-    table = Table(title="Ranks", title_justify="left")
+    """A row for every rank; of thousands, for those that are fullest."""
+    shown = facts
+    title = "Ranks"
+    if len(facts) > _ROWS:
+        fullest = sorted(facts, key=lambda fact: fact.peak_memory, reverse=True)[:_ROWS]
+        shown = sorted(fullest, key=lambda fact: fact.rank)
+        title = f"Ranks: the {_ROWS} fullest of {len(facts):,}"
+    table = Table(title=title, title_justify="left")
     axes = list(facts[0].coordinates)
     bubbles = _bubbles(facts)
     for name in ("rank", *axes, "bubble", "peak memory"):
         table.add_column(name, justify="right")
-    for fact in facts:
+    for fact in shown:
         bubble = f"{bubbles[fact.rank]:.1%}" if fact.rank in bubbles else ""
         place = [str(fact.coordinates[axis]) for axis in axes]
         table.add_row(str(fact.rank), *place, bubble, _megabytes(fact.peak_memory))
@@ -234,7 +244,8 @@ def _rank_table(facts: list[RankFacts]) -> Table:
 def _bubbles(facts: list[RankFacts]) -> dict[int, float]:
     """By rank, the share of its pipeline's time, that of the stage that takes longest, in which it did not work."""
     longest: dict[tuple[int, int], float] = {}
-    piped = [fact for fact in facts if fact.pipeline_s and len({one.coordinates.get("pp") for one in facts}) > 1]
+    is_piped = len({fact.coordinates.get("pp") for fact in facts}) > 1
+    piped = [fact for fact in facts if fact.pipeline_s and is_piped]
     for fact in piped:
         column = fact.coordinates["dp"], fact.coordinates["tp"]
         longest[column] = max(longest.get(column, 0.0), fact.pipeline_s)
@@ -244,8 +255,10 @@ def _bubbles(facts: list[RankFacts]) -> dict[int, float]:
 def bubble_of_stages(facts: list[RankFacts]) -> dict[int, float]:
     """The measured bubble of every stage, mean over its ranks; empty without a pipeline."""
     shares: dict[int, list[float]] = {}
-    for rank, share in _bubbles(facts).items():
-        shares.setdefault(next(fact for fact in facts if fact.rank == rank).coordinates["pp"], []).append(share)
+    bubbles = _bubbles(facts)
+    for fact in facts:
+        if fact.rank in bubbles:
+            shares.setdefault(fact.coordinates["pp"], []).append(bubbles[fact.rank])
     return {stage: sum(values) / len(values) for stage, values in sorted(shares.items())}
 
 
