@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_3d.checkpoint import BackgroundSaves, WholeValues
-from lightning_3d.config import ParallelConfig
+from lightning_3d.config import ParallelConfig, Size
 from lightning_3d.events import DeviceClock, EventSource
 from lightning_3d.mesh import AXES, Mesh, Where, build_mesh, side_mesh
 from lightning_3d.monitor.ranges import Ranges, name_spans_for
@@ -62,8 +62,6 @@ from lightning_3d.trainer.step.sanity import SanityChecks
 from lightning_3d.trainer.step.steps import StepRunner
 from lightning_3d.trainer.step.torch_clipping import TorchClipping
 from lightning_3d.trainer.stepping import SteppingStrategy
-
-Size = int | Literal["auto"]
 
 _LAST_SAVE_S = 600.0
 """How long a rank that fails waits for a save under way before it tells the others."""
@@ -333,9 +331,10 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
             ConfigError, PlanError, StageError: naming what cannot work.
         """
         if self.lightning_module is not None:
-            self.config = self._chosen(trainer, given)
+            before, self.config = self.config, self._chosen(trainer, given)
             sizes = self.config.sizes(self.num_nodes * self.num_processes, self.num_processes)
-            check_module(self.lightning_module, self.config, sizes)
+            if self.config is before or sizes.tp == sizes.pp == 1:  # what is chosen with more has been looked at
+                check_module(self.lightning_module, self.config, sizes)
 
     @override
     def setup_environment(self) -> None:
@@ -359,7 +358,7 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
         sizes = self.config.sizes(self.world_size, self.num_processes)
         if self.root_device.type == "cuda":
             self.events.use(DeviceClock())
-        self._mesh = build_mesh(sizes, self.root_device, self._patience, self.events)
+        self._mesh = build_mesh(sizes, self.root_device, self._patience, self.events, self._timeout)
         if self.config.async_save:
             self._saving.background = BackgroundSaves(self._mesh, side_mesh(self._mesh, self._patience))
         # Not a fresh seed, as DDP has it: one process would go on from the state that building the module has left.

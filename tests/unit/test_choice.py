@@ -15,7 +15,10 @@ from lightning_3d import ThreeDStrategy
 from lightning_3d.config import ParallelConfig, Sizes
 from lightning_3d.errors import ConfigError
 from lightning_3d.models import GPT
+from lightning_3d.pipeline import block_lists
+from lightning_3d.pipeline.observe import call_order
 from lightning_3d.planner import Cluster
+from lightning_3d.trainer.setup import choice, holdings
 from lightning_3d.trainer.setup.choice import Choice, Circumstances, choose, has_choice, possible
 from lightning_3d.trainer.setup.holdings import cut_parameters, fullest_rank
 from lightning_3d.trainer.setup.machine import UNKNOWN, cluster_here
@@ -202,3 +205,18 @@ def test_sizes_that_leave_no_choice_are_refused_when_the_trainer_is_made() -> No
     strategy = ThreeDStrategy(data_parallel=2)
     Trainer(accelerator="cpu", devices=8, strategy=strategy, logger=False)
     assert strategy._chooses
+
+
+def test_the_order_of_calls_is_looked_for_once_for_all_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def noted(module: nn.Module) -> Any:
+        seen.append(module)
+        return call_order(module)
+
+    for place in (choice, holdings, block_lists):
+        monkeypatch.setattr(place, "call_order", noted)
+    module = Columns(layers=8, width=512)
+    held = 16 * sum(parameter.numel() for parameter in module.parameters()) / ONE_GB
+    assert chosen(module, held / 2, ranks=8, zero_stage=0, tensor_parallel=1).sizes.pp > 2
+    assert len(seen) == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 
 from lightning_3d.config import ParallelConfig, Sizes, micro_batch_count
 from lightning_3d.errors import ConfigError, ThreeDError
+from lightning_3d.pipeline.observe import call_order
 from lightning_3d.planner import Cluster, Layout, ModelShape, StageMemory, estimate
 from lightning_3d.planner.gpus import CPU
 from lightning_3d.planner.legality import divisors
@@ -69,9 +70,8 @@ class _Option:
     """One layout, and what it costs."""
 
     sizes: Sizes
-    memory: StageMemory
-    """Of the fullest rank."""
     needed_gb: float
+    """Of the fullest rank."""
     states_gb: float
     """The part of it that is known exactly: weights, gradients and optimizer."""
     seconds: float | None = None
@@ -170,6 +170,14 @@ class _Search:
     def limit(self) -> float:
         return self.usable if self.shape is not None else ROOM * self.usable
 
+    @cached_property
+    def order(self) -> Sequence[str]:
+        """Names of modules in the order of their calls, which every layout with stages asks for; empty if unknown."""
+        return call_order(self.module) or ()
+
+    def _order_for(self, sizes: Sizes) -> Sequence[str]:
+        return self.order if sizes.pp > 1 else ()
+
     def _fitting(self, sizes: list[Sizes]) -> Iterator[_Option]:
         """One after another: without predicted times the first is taken, and the others need not be looked at."""
         for one in sizes:
@@ -196,7 +204,8 @@ class _Search:
         return self._weighed(sizes, fullest, seconds)
 
     def _counted(self, sizes: Sizes) -> _Option:
-        fullest = fullest_rank(self.module, self.config, sizes, self.given.precision, self.given.trains)
+        order = self._order_for(sizes)
+        fullest = fullest_rank(self.module, self.config, sizes, self.given.precision, self.given.trains, order)
         return self._weighed(sizes, fullest)
 
     def _weighed(self, sizes: Sizes, memory: StageMemory, seconds: float | None = None) -> _Option:
@@ -206,7 +215,7 @@ class _Search:
         )  # fmt: skip
         is_cpu = self.given.cluster.device.generation == CPU
         needed, exact = ((one.total if is_cpu else one.on_device) / GB for one in (memory, states))
-        return _Option(sizes, memory, needed, exact, seconds)
+        return _Option(sizes, needed, exact, seconds)
 
     def _layout(self, shape: ModelShape, sizes: Sizes) -> Layout:
         """What the engine will run."""
@@ -242,7 +251,7 @@ class _Search:
         if sizes.tp == sizes.pp == 1:
             return True
         try:
-            check_layers(self.module, self.config, sizes)
+            check_layers(self.module, self.config, sizes, self._order_for(sizes))
         except ThreeDError as error:
             self.refused[sizes] = error
             return False

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
 from lightning_3d import tensor_parallel
 from lightning_3d.config import ParallelConfig, Sizes
 from lightning_3d.pipeline.blocks import find_block_lists, share_out
+from lightning_3d.pipeline.observe import call_order
 from lightning_3d.planner import Layout, StageMemory
 from lightning_3d.planner.memory import state_bytes
 
 
 def fullest_rank(
-    module: nn.Module, config: ParallelConfig, sizes: Sizes, precision: str, trains: bool = True
+    module: nn.Module,
+    config: ParallelConfig,
+    sizes: Sizes,
+    precision: str,
+    trains: bool = True,
+    order: Sequence[str] | None = None,
 ) -> StageMemory:
     """Weights, gradients and Adam's states of the rank that holds most, in bytes; no activations.
 
@@ -24,12 +30,13 @@ def fullest_rank(
         sizes: Ranks along every axis.
         precision: Of the Trainer.
         trains: Whether there are gradients and an optimizer; frozen parameters have none.
+        order: Names of modules in the order of their calls, empty if unknown; for a pipeline it is looked for.
 
     Raises:
         ConfigError, PlanError, StageError: if the module cannot be cut so.
     """
     held, trained = max(
-        (tuple(map(sum, zip(*stage, strict=True))) for stage in _by_stage(module, config, sizes)),
+        (tuple(map(sum, zip(*stage, strict=True))) for stage in _by_stage(module, config, sizes, order)),
         default=(0.0, 0.0),
     )
     reduce = 8 if precision == "64-true" and config.reduce_dtype is None else 4
@@ -45,10 +52,12 @@ def fullest_rank(
     )
 
 
-def _by_stage(module: nn.Module, config: ParallelConfig, sizes: Sizes) -> Iterable[list[tuple[float, float]]]:
+def _by_stage(
+    module: nn.Module, config: ParallelConfig, sizes: Sizes, order: Sequence[str] | None
+) -> Iterable[list[tuple[float, float]]]:
     """For every stage, of every parameter on it: elements that one rank holds, and how many of them are trained."""
     parts = cut_parameters(module, config, sizes.tp)
-    names = {name: parameter for name, parameter in module.named_parameters()}
+    names = dict(module.named_parameters())
 
     def counts(chosen: Iterable[str]) -> list[tuple[float, float]]:
         found = [(0.0, 0.0)]
@@ -60,8 +69,10 @@ def _by_stage(module: nn.Module, config: ParallelConfig, sizes: Sizes) -> Iterab
     if sizes.pp == 1:
         return [counts(names)]
     num_chunks = sizes.pp * config.virtual_stages
-    lists = find_block_lists(module, config.pipeline_blocks, num_chunks)
-    chunks = share_out(module, lists, num_chunks, config.pipeline_split, virtual_stages=config.virtual_stages)
+    order = (call_order(module) or ()) if order is None else order
+    lists = find_block_lists(module, config.pipeline_blocks, num_chunks, order)
+    split, virtual = config.pipeline_split, config.virtual_stages
+    chunks = share_out(module, lists, num_chunks, split, order or None, virtual_stages=virtual)
     stages: list[set[str]] = [set() for _ in range(sizes.pp)]
     for name in names:
         for chunk in chunks.chunks_of(name.rpartition(".")[0]):
