@@ -1,8 +1,9 @@
 """``python -m benchmarks.monitor``: what a step costs more while somebody listens to its timings.
 
-The two contenders are one run: nobody listens in every other stretch of steps, so both see the same machine, model and
-memory. The listener does what ``ThreeDMonitor`` does with a step. Beside the ratio of times, which a busy machine
-blurs, stands what recording costs by itself: spans per step times the cost of one.
+The contenders are stretches of one run, so all see the same machine, model and memory: in one somebody listens, who
+does what ``ThreeDMonitor`` does with a step; in two nobody does, and how these two differ is what the machine does by
+itself. Their order changes from round to round. Beside the ratios stands what recording costs by itself: spans per step
+times the cost of one.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import random
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,18 +29,22 @@ from tests.harness import run_trainer
 
 TARGET = 1.01
 _STRETCH = 3
-"""Steps of a turn; one more before it is not measured, in which the steps change over."""
+"""Steps of a turn; one more before them is not measured, in which the contenders change over."""
 _TIME_LIMIT_S = 600.0
+
+
+QUIET, HEARD, AGAIN = "quiet", "heard", "again"
+"""Nobody listens; somebody does; nobody does, once more."""
 
 
 @dataclass
 class Measured:
-    """What one rank measured, by round: while nobody listens, and while somebody does."""
+    """What one rank measured, by contender and round."""
 
-    wall: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    wall: dict[str, list[float]] = field(default_factory=lambda: {QUIET: [], HEARD: [], AGAIN: []})
     """Seconds per step."""
-    cpu: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
-    """Seconds of processor time per step, which a busy machine blurs less."""
+    cpu: dict[str, list[float]] = field(default_factory=lambda: {QUIET: [], HEARD: [], AGAIN: []})
+    """Seconds of processor time per step."""
     spans: int = 0
     """Of the last step that was heard of."""
     span_s: float = 0.0
@@ -45,13 +52,20 @@ class Measured:
 
 
 class Alternate(Callback):
-    """Listens in every other stretch, and times all of them."""
+    """Listens in some stretches, and times all of them."""
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
         self.measured = Measured()
-        self._done = -2 * (_STRETCH + 1)
+        self._turns = [*_turns(rounds)]
+        self._number = -1  # the first turn settles shapes
+        self._place = 0
         self._began = self._began_cpu = 0.0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all turns."""
+        return (len(self._turns) + 1) * (_STRETCH + 1)
 
     def _listen(self, step: StepEvents) -> None:
         summarize(0, [step])
@@ -60,18 +74,28 @@ class Alternate(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """A step is over."""
-        self._done += 1
-        events: EventSource = trainer.strategy.events  # type: ignore[attr-defined]
-        turn, place = divmod(self._done, _STRETCH + 1)
-        if place == 0:
-            if turn > 0:
-                self.measured.wall[(turn - 1) % 2].append((time.perf_counter() - self._began) / _STRETCH)
-                self.measured.cpu[(turn - 1) % 2].append((time.process_time() - self._began_cpu) / _STRETCH)
-            (events.listen if turn % 2 else events.unlisten)(self._listen)
-        elif place == 1:
+        if self._place == 0:  # the step in which they change over
             self._began, self._began_cpu = time.perf_counter(), time.process_time()
-        if turn >= 2 * self.rounds:
-            trainer.should_stop = True
+        self._place += 1
+        if self._place <= _STRETCH:
+            return
+        if self._number >= 0:
+            turn = self._turns[self._number]
+            self.measured.wall[turn].append((time.perf_counter() - self._began) / _STRETCH)
+            self.measured.cpu[turn].append((time.process_time() - self._began_cpu) / _STRETCH)
+        self._number, self._place = self._number + 1, 0
+        events: EventSource = trainer.strategy.events  # type: ignore[attr-defined]
+        heard = self._number < len(self._turns) and self._turns[self._number] == HEARD
+        (events.listen if heard else events.unlisten)(self._listen)
+
+
+def _turns(rounds: int) -> Iterator[str]:
+    """The same order on every rank."""
+    draw = random.Random(0)
+    for _ in range(rounds):
+        order = [QUIET, HEARD, AGAIN]
+        draw.shuffle(order)
+        yield from order
 
 
 def race(rank: int, world: int, rounds: int, pp: int, tp: int) -> Measured:
@@ -82,7 +106,7 @@ def race(rank: int, world: int, rounds: int, pp: int, tp: int) -> Measured:
         accelerator="cpu",
         devices=world,
         strategy=ThreeDStrategy(pipeline_parallel=pp, tensor_parallel=tp, num_micro_batches=4 * pp),
-        max_steps=(2 * rounds + 2) * (_STRETCH + 1) + 1,
+        max_steps=alternate.num_steps,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -109,30 +133,36 @@ def span_cost(number: int = 20_000) -> float:
     return (time.process_time() - start) / number
 
 
+def said(name: str, contender: list[float], base: list[float]) -> str:
+    """The median of the ratios of the rounds, with an interval that holds it 19 times in 20 (by resampling rounds)."""
+    ratios = [one / other for one, other in zip(contender, base, strict=True)]
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return f"  {name:<34} {statistics.median(ratios):.4f} ({medians[50]:.4f} to {medians[-51]:.4f})"
+
+
 def main() -> None:
-    """Print the ratio and what it is made of."""
+    """Print the ratios and what they are made of."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="turns of each")
+    parser.add_argument("--rounds", type=int, default=40, help="turns of each contender")
     parser.add_argument("--pp", type=int, default=2, help="pipeline stages")
-    parser.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     given = parser.parse_args()
     with contextlib.redirect_stdout(io.StringIO()):
         told = run_trainer(given.pp * given.tp, race, given.rounds, given.pp, given.tp, timeout=_TIME_LIMIT_S)
     mine = told[0]
-    (quiet, heard), spans, cost = mine.wall, mine.spans, mine.span_s
-    ratios = sorted(on / off for off, on in zip(quiet, heard, strict=True))
-    by_rank = [[sum(times) for times in zip(*(one.cpu[turn] for one in told), strict=True)] for turn in (0, 1)]
-    cpu = sorted(on / off for off, on in zip(*by_rank, strict=True))
-    step = statistics.median(quiet)
+    cpu = {turn: [sum(times) for times in zip(*(one.cpu[turn] for one in told), strict=True)] for turn in mine.cpu}
+    step = statistics.median(mine.wall[QUIET])
     print(
-        f"events: GPT of {Shape().layers} layers, pp{given.pp} tp{given.tp}, {len(ratios)} rounds of {_STRETCH} steps"
+        f"events: GPT of {Shape().layers} layers, pp{given.pp} tp{given.tp}, {given.rounds} rounds of {_STRETCH} steps"
     )
-    print(f"  step {1e3 * step:.1f} ms while nobody listens, {1e3 * statistics.median(heard):.1f} ms with a listener")
-    quartiles = f"{ratios[len(ratios) // 4]:.3f} to {ratios[-1 - len(ratios) // 4]:.3f}"
-    print(f"  ratio {statistics.median(ratios):.3f} (quartiles {quartiles}), target {TARGET}")
-    quartiles = f"{cpu[len(cpu) // 4]:.3f} to {cpu[-1 - len(cpu) // 4]:.3f}"
-    print(f"  ratio of processor time {statistics.median(cpu):.3f} (quartiles {quartiles})")
-    print(f"  {spans} spans per step x {1e6 * cost:.2f} us = {spans * cost / step:.3%} of a step")
+    print(f"  a step takes {1e3 * step:.1f} ms while nobody listens; ratios to it (target {TARGET}):")
+    print(said("somebody listens", mine.wall[HEARD], mine.wall[QUIET]))
+    print(said("somebody listens, processor time", cpu[HEARD], cpu[QUIET]))
+    print(said("nobody, again", mine.wall[AGAIN], mine.wall[QUIET]))
+    print(said("nobody, again, processor time", cpu[AGAIN], cpu[QUIET]))
+    cost = mine.spans * mine.span_s
+    print(f"  {mine.spans} spans per step x {1e6 * mine.span_s:.2f} us = {cost / step:.3%} of a step")
 
 
 if __name__ == "__main__":
