@@ -190,7 +190,10 @@ class ZeroShards:
             root.set_modules_to_backward_prefetch([mine[-1].module] if mine else [])
 
     def finish(self, sync: bool) -> None:
-        """After the last backward: reduce what no backward reached, and free what is gathered."""
+        """After the last backward: reduce what no backward reached, and free what is gathered.
+
+        On a GPU, what the computing stream is given afterwards comes after all reductions.
+        """
         if not sync:
             return
         if self.completes:
@@ -203,7 +206,17 @@ class ZeroShards:
                         group._training_state = type(group._training_state).IDLE
         for unit in self.all_units:
             unit.has_reduced = False
+        self._wait_for_reductions()
         self.release()
+
+    def _wait_for_reductions(self) -> None:
+        """What FSDP2 does when a backward of its root ends, and nobody for reductions that began outside of one."""
+        for unit in self.all_units:
+            for group in unit.groups:
+                if group._post_reduce_event is not None:
+                    group.finalize_backward()
+        if inputs := getattr(self.root.state._comm_ctx, "reduce_scatter_states", None):
+            inputs.clear()  # read by reductions that are over by then
 
     def release(self) -> None:
         """Free gathered parameters, so that user code and the optimizer see the shards."""
