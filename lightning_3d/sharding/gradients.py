@@ -122,8 +122,8 @@ def clip_by_norm(
         if same[0].dtype in (torch.float32, torch.float64):
             torch._foreach_mul_(same, factor.to(same[0].dtype))
         else:  # the factor itself must not be rounded to 16 bits
-            for gradient in same:
-                gradient.mul_(factor.float())
+            for gradient in same:  # a GPU computes 16 bits times a scalar tensor in 16 bits
+                gradient.copy_(gradient.float().mul_(factor.float()))
     return norm
 
 
