@@ -129,11 +129,10 @@ def build_mesh(
     device: torch.device,
     control_timeout: timedelta | None = None,
     events: EventSource | None = None,
-    timeout: timedelta | None = None,
 ) -> Mesh:
-    """The mesh of the initialised default process group.
+    """The mesh of the initialised default process group, whose time limit its groups have.
 
-    Collective: every rank makes every group, in the same order.
+    Collective: every rank makes its groups in the same order.
 
     Args:
         sizes: Ranks along every axis; they multiply to the world size.
@@ -141,8 +140,6 @@ def build_mesh(
         control_timeout: How long ranks wait for each other in ``control_world`` (on a GPU: in all control groups),
             where one may work alone for long; by default as long as in any other group.
         events: Where this rank tells when it does what; by default nobody can listen.
-        timeout: How long a collective over an axis may take; by default as long as torch has it for the backend, which
-            need not be as long as in the default process group.
     """
     events = events or EventSource()
     if sizes.world == 1:
@@ -153,8 +150,9 @@ def build_mesh(
     device_mesh = DeviceMesh(device.type, grid, mesh_dim_names=AXES)
     axes = {name: _from_device_mesh(device_mesh, name, rank) for name in AXES}
     axes["model"] = _axis("model", grid.permute(1, 0, 2).reshape(sizes.dp, -1), rank, None, shared=axes)
+    timeout = _world_timeout()
     for axis in axes.values():
-        if timeout is not None and axis.group is not None:  # torch makes groups with limits of its own
+        if timeout is not None and axis.group is not None:  # a DeviceMesh leaves its groups the limits of torch
             dist.distributed_c10d._set_pg_timeout(timeout, axis.group)
     axes["world"] = Axis("world", sizes.world, rank, tuple(range(sizes.world)), dist.group.WORLD)
     control = axes
@@ -254,11 +252,19 @@ def own_group(
         rows: Every rank of the world is in one of them.
         rank: This rank.
         backend: By default that of the default process group.
-        timeout: How long a collective may take; by default as long as torch has it for the backend.
+        timeout: How long a collective may take; by default as long as in the default process group.
     """
     world = dist.distributed_c10d._get_default_group()
+    timeout = timeout or _world_timeout()
     device = getattr(world, "bound_device_id", None)
     if backend is None and device is not None and world._get_backend(device).supports_splitting:
         return dist.split_group(world, [list(row) for row in rows], timeout=timeout)
     mine = next(list(row) for row in rows if rank in row)
     return dist.new_group(mine, backend=backend, timeout=timeout, use_local_synchronization=True)
+
+
+def _world_timeout() -> timedelta | None:
+    """How long a collective of the default process group may take; ``None`` where its backend does not say."""
+    world = dist.distributed_c10d._get_default_group()
+    limits = (getattr(getattr(world._get_backend(it), "options", None), "_timeout", None) for it in world._device_types)
+    return next((limit for limit in limits if limit is not None), None)

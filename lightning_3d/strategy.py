@@ -358,7 +358,7 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
         sizes = self.config.sizes(self.world_size, self.num_processes)
         if self.root_device.type == "cuda":
             self.events.use(DeviceClock())
-        self._mesh = build_mesh(sizes, self.root_device, self._patience, self.events, self._timeout)
+        self._mesh = build_mesh(sizes, self.root_device, self._patience, self.events)
         if self.config.async_save:
             self._saving.background = BackgroundSaves(self._mesh, side_mesh(self._mesh, self._patience))
         # Not a fresh seed, as DDP has it: one process would go on from the state that building the module has left.

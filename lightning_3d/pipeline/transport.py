@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from lightning_3d.collectives import as_bytes
 from lightning_3d.config import Sizes
 from lightning_3d.events import EventSource, Phase
-from lightning_3d.mesh import Mesh
+from lightning_3d.mesh import Mesh, own_group
 
 ACTIVATIONS, GRADIENTS = 0, 1
 Lane = tuple[int, int, int]
@@ -188,7 +188,7 @@ def _open_lanes(mesh: Mesh) -> dict[Lane, ProcessGroup | None]:
     opened: dict[Lane, ProcessGroup | None] = {}
     token = torch.zeros(1, device=mesh.device)
     for parallel in lanes(mesh.pp.size):
-        group = _own_group(members(parallel, mesh.sizes), mesh.rank)
+        group = own_group(members(parallel, mesh.sizes), mesh.rank)
         for lane in parallel:
             _, source, target = lane
             if mesh.pp.rank == source:
@@ -198,14 +198,3 @@ def _open_lanes(mesh: Mesh) -> dict[Lane, ProcessGroup | None]:
                 dist.recv(token, mesh.pp.ranks[source], group=group)
                 opened[lane] = group
     return opened
-
-
-def _own_group(rows: list[list[int]], rank: int) -> ProcessGroup | None:
-    """This rank's group of those with these ranks; one after another, for thousands of ranks, would take minutes."""
-    world = dist.distributed_c10d._get_default_group()
-    device = getattr(world, "bound_device_id", None)
-    backend = None if device is None else world._get_backend(device)
-    if backend is not None and backend.supports_splitting:
-        return dist.split_group(world, rows, timeout=backend.options._timeout)
-    pairs = [(row, dist.new_group(row, backend="nccl")) for row in rows if len(row) > 1]
-    return next((group for row, group in pairs if rank in row), None)

@@ -26,7 +26,8 @@ def _limit(axis: Axis) -> float | None:
 
 def _meet(rank: int, world: int) -> tuple[dict[str, float | None], bool]:
     sizes = Sizes(pp=2, dp=1, tp=2)
-    mesh = build_mesh(sizes, torch.device("cpu"), timedelta(seconds=77), timeout=timedelta(seconds=33))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=33))
+    mesh = build_mesh(sizes, torch.device("cpu"), timedelta(seconds=77))
     sided = side_mesh(mesh, timedelta(seconds=55))
     right = True
     for axis in [getattr(mesh, name) for name in AXES] + [sided.control_world, sided.control_pp]:
