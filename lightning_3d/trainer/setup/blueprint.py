@@ -81,6 +81,14 @@ def tell_all(module: nn.Module, mesh: Mesh, make: Callable[[], T], /) -> T:
     differently either. Where ``make`` raises on rank 0, or what it returns does not pickle, every rank does it by
     itself.
     """
+    random = HostRandomState.get()
+    try:
+        return _told(module, mesh, make)
+    finally:
+        random.set()  # not every rank has drawn from it
+
+
+def _told(module: nn.Module, mesh: Mesh, make: Callable[[], T]) -> T:
     channel = Channel(mesh.control_world, source=0)
     named: dict[str, Any] = {
         **dict(module.named_parameters(remove_duplicate=False)),
@@ -90,17 +98,13 @@ def tell_all(module: nn.Module, mesh: Mesh, make: Callable[[], T], /) -> T:
     if not channel.is_source:
         told, _ = channel.exchange(named=named)
         return make() if told is None else told[0]
-    names = {id(part): name for name, part in named.items()}
-    random = HostRandomState.get()
     try:
         made = make()
     except Exception:
         channel.exchange(None)
         raise
-    finally:
-        random.set()  # the others have drawn nothing
     try:
-        channel.exchange((made,), names=names)
+        channel.exchange((made,), names={id(part): name for name, part in named.items()})
     except NotSent:
         channel.exchange(None)
     return made
