@@ -60,6 +60,16 @@ class Logged(NamedTuple):
     """What any of the replicas told the others of its step besides values."""
 
 
+class _Kinds(NamedTuple):
+    """How keys are combined, ``[keys]`` on the device; kept, so that no step has to bring it there."""
+
+    mean: Tensor
+    extreme: Tensor
+    of_all: Tensor
+    sign: Tensor
+    """float64: -1 for a minimum, else 1."""
+
+
 _STOP = "trainer.should_stop"
 """What a replica tells whose step has asked the Trainer to stop."""
 
@@ -99,6 +109,7 @@ class LogRelay:
         self._pass_through = False
         self._signatures: dict[tuple[LogKey | str, ...], int] = {}
         self._merged: dict[tuple[int, ...], tuple[LogKey | str, ...]] = {}
+        self._kinds: dict[tuple[LogKey, ...], _Kinds] = {}
         self._results: Any = None
         self._logged: dict[tuple[LogKey, int | None], str] = {}
         """What was logged to these results before -> where they keep it."""
@@ -195,12 +206,17 @@ class LogRelay:
         fx = logged.keys[0].fx
         if connector.should_reset_tensors(fx):
             results.reset(metrics=False, fx=fx)
+        numbers: dict[torch.dtype, Sequence[Tensor]] = {}
+        sizes: Sequence[Tensor] = ()
+        if logged.values is not None:  # all at once: a kernel for each would take as long as for all
+            types = {key.dtype for key in logged.keys if key.dtype is not None}
+            numbers = {dtype: logged.values[0].to(dtype).unbind() for dtype in types}
+            sizes = logged.values[1].round().to(torch.int64).unbind()
         for index, key in enumerate(logged.keys):
             value: Any = None
             batch_size: Any = self._facts.global_size
-            if key.dtype is not None and logged.values is not None:
-                value = logged.values[0, index].to(key.dtype)
-                batch_size = logged.values[1, index].round().to(torch.int64)
+            if key.dtype is not None and sizes:
+                value, batch_size = numbers[key.dtype][index], sizes[index]
             if key.metric is not None:
                 metric = _find_metric(self.module, key)
                 if value is not None:
@@ -248,64 +264,58 @@ class LogRelay:
             self._merged[signatures] = tuple(dict.fromkeys(key for theirs in everyone for key in theirs))
         return self._merged[signatures]
 
-    def _combine(self, keys: Sequence[LogKey], micro_batches: Sequence[_MicroBatch]) -> tuple[Tensor, Tensor, Tensor]:
+    def _combine(self, keys: tuple[LogKey, ...], micro_batches: Sequence[_MicroBatch]) -> tuple[Tensor, Tensor, Tensor]:
         """Over this replica's micro-batches: combined values, weights and samples, each ``[keys]`` float64.
 
-        Means and sums are left as sums (of weight times value), so that they can be added up over replicas.
+        Means and sums are left as sums (of weight times value), so that they can be added up over replicas; of a
+        minimum, the negative is the largest.
         """
-        device = self.mesh.device
+        device, kinds = self.mesh.device, self._kinds_of(keys)
         absent = torch.zeros((), dtype=torch.float64, device=device)
         if not micro_batches:
             nothing = torch.zeros(len(keys), dtype=torch.float64, device=device)
-            return _where_extreme(keys, nothing, absent=True), nothing, nothing
+            return torch.where(kinds.extreme, float("-inf"), nothing), nothing, nothing
         rows, weights, samples = [], [], []
         for micro_batch in micro_batches:
             for key in keys:
                 value, own = micro_batch.values.get(key, (None, None))
-                rows.append(absent if value is None else value.to(device))
+                rows.append(absent if value is None else value)
                 # A piece of no samples repeats one of another, only to keep the ranks in step.
                 present = key in micro_batch.values and micro_batch.size > 0
                 size = micro_batch.size if own is None else own
                 weights.append((micro_batch.weight if own is None else own) if present else 0.0)
                 samples.append(size if present else 0)
         shape = (len(micro_batches), len(keys))
-        matrix = _stack(rows, device).view(shape)
+        values = _stack(rows, device).view(shape) * kinds.sign
         weight = _stack_numbers(weights, device).view(shape)
         sample = _stack_numbers(samples, device).view(shape)
-        columns = []
-        for index, key in enumerate(keys):
-            column, logged = matrix[:, index], sample[:, index] > 0
-            if key.op == "mean":  # what weighs nothing may be NaN: the mean over no tokens, say
-                weighted = column * weight[:, index]
-                columns.append(torch.where(weight[:, index] > 0, weighted, 0.0).sum())
-            elif key.op == "sum":
-                columns.append(torch.where(logged, column, 0.0).sum())
-            else:
-                lowest = torch.where(logged, column if key.op == "max" else -column, float("-inf"))
-                columns.append(lowest.amax())
-        return torch.stack(columns), weight.sum(0), sample.sum(0)
+        # What weighs nothing may be NaN: the mean over no tokens, say.
+        weighted = torch.where(weight > 0, values * weight, 0.0).sum(0)
+        added = torch.where(sample > 0, values, 0.0).sum(0)
+        largest = torch.where(sample > 0, values, float("-inf")).amax(0)
+        combined = torch.where(kinds.mean, weighted, torch.where(kinds.extreme, largest, added))
+        return combined, weight.sum(0), sample.sum(0)
 
-    def _reduce(self, keys: Sequence[LogKey], values: Tensor, weights: Tensor, samples: Tensor) -> Tensor:
+    def _reduce(self, keys: tuple[LogKey, ...], values: Tensor, weights: Tensor, samples: Tensor) -> Tensor:
         """Over replicas: ``[2, keys]`` of values and samples."""
-        extreme = [index for index, key in enumerate(keys) if key.op in ("max", "min")]
+        kinds = self._kinds_of(keys)
         if self.mesh.dp.size > 1:
-            tops = values[extreme] if extreme else None
-            if extreme:
-                values = values.clone()
-                values[extreme] = 0.0
+            largest = values.clone()
             values, weights, samples = all_reduce(torch.stack([values, weights, samples]), self.mesh.dp).unbind()
-            if tops is not None:
-                values = values.clone()
-                values[extreme] = all_reduce(tops.contiguous(), self.mesh.dp, "max")
-        means = torch.tensor([key.op == "mean" for key in keys], device=values.device)
-        values = torch.where(means, values / weights, values)
-        if any(key.of_all for key in keys):
-            alike = torch.tensor([key.of_all for key in keys], device=values.device)
-            values = torch.where(alike, values / samples, values)
-        signs = torch.tensor(
-            [-1.0 if key.op == "min" else 1.0 for key in keys], dtype=values.dtype, device=values.device
-        )
-        return torch.stack([values * signs, samples])
+            if any(key.op in ("max", "min") for key in keys):
+                values = torch.where(kinds.extreme, all_reduce(largest, self.mesh.dp, "max"), values)
+        values = torch.where(kinds.mean, values / weights, values)
+        values = torch.where(kinds.of_all, values / samples, values)
+        return torch.stack([values * kinds.sign, samples])
+
+    def _kinds_of(self, keys: tuple[LogKey, ...]) -> _Kinds:
+        if keys not in self._kinds:
+            rows = [[key.op == "mean", key.op in ("max", "min"), key.of_all] for key in keys]
+            signs = [-1.0 if key.op == "min" else 1.0 for key in keys]
+            mean, extreme, of_all = _onto(torch.tensor(rows).t().contiguous(), self.mesh.device).unbind()
+            sign = _onto(torch.tensor(signs, dtype=torch.float64), self.mesh.device)
+            self._kinds[keys] = _Kinds(mean, extreme, of_all, sign)
+        return self._kinds[keys]
 
 
 def _as_it_is(value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -366,18 +376,24 @@ def _find_metric(module: LightningModule, key: LogKey) -> Metric:
     return found
 
 
-def _where_extreme(keys: Sequence[LogKey], values: Tensor, absent: bool) -> Tensor:
-    lowest = [float("-inf") if absent and key.op in ("max", "min") else 0.0 for key in keys]
-    return values + torch.tensor(lowest, dtype=values.dtype, device=values.device)
-
-
 def _stack(values: Sequence[Tensor], device: torch.device) -> Tensor:
     if len({value.dtype for value in values}) > 1:
         values = [value.to(torch.float64) for value in values]
-    return torch.stack([value.to(device) for value in values]).to(torch.float64)
+    return torch.stack([_onto(value, device) for value in values]).to(torch.float64)
 
 
 def _stack_numbers(numbers: Sequence[float | Tensor], device: torch.device) -> Tensor:
-    if any(isinstance(number, Tensor) for number in numbers):
-        return _stack([torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers], device)
-    return torch.tensor(numbers, dtype=torch.float64, device=device)
+    if not any(isinstance(number, Tensor) for number in numbers):
+        return _onto(torch.tensor(numbers, dtype=torch.float64), device)
+    full = (
+        torch.full((), number, dtype=torch.float64, device=device) if not isinstance(number, Tensor) else number
+        for number in numbers
+    )
+    return _stack(list(full), device)
+
+
+def _onto(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on the device: copies from memory that is not pinned would wait until the device has done its work."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
