@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -60,10 +61,13 @@ class CausalLM(LightningModule):
             return
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        # Many checkpoints and configurations say bfloat16. In what type weights are kept is for the Trainer's precision
+        # to say, which has set the default type: float32 in the mixed modes, or small updates would be lost.
+        dtype = torch.get_default_dtype()
         if self.pretrained is not None:
-            self.model = AutoModelForCausalLM.from_pretrained(self.pretrained)
+            self.model = AutoModelForCausalLM.from_pretrained(self.pretrained, dtype=dtype)
         elif isinstance(self.config, str):
-            self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.config))
+            self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.config), dtype=dtype)
         else:
             self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(self.config or {})))
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_3d.models import GPT, ByteText
+from lightning_3d.models import GPT, ByteText, CausalLM
 from lightning_3d.models.optimization import lr_factor
 from lightning_3d.models.text import Windows, entropy
 
@@ -158,3 +158,14 @@ def test_the_standard_library_is_the_default_text() -> None:
     assert {"argparse.py", "dataclasses.py", "typing.py"} <= names
     assert not any({"test", "site-packages"} & set(path.parts) for path in training)
     assert 0 < len(validation) < len(training) / 5
+
+
+def test_weights_of_a_checkpoint_are_kept_in_the_type_of_the_run(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=32, num_key_value_heads=2, **sizes)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    for options in ({"pretrained": str(tmp_path)}, {"config": str(tmp_path)}):
+        model = CausalLM(**options)  # type: ignore[arg-type]
+        model.configure_model()
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
