@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ class TokenWindows(Dataset[Tensor]):
     def __init__(self, files: Sequence[Path], length: int, dtype: str) -> None:
         self.files = tuple(files)
         self.length = length
+        self.dtype = dtype
         self.arrays = [_mapped(path, dtype) for path in self.files]
         self.ends = list(accumulate(max(0, (len(array) - 1) // length) for array in self.arrays))
         if not self.ends or not self.ends[-1]:
@@ -41,6 +43,13 @@ class TokenWindows(Dataset[Tensor]):
                 f"{', '.join(map(str, files))}: {held} tokens, less than one sample of sequence_length={length}. Give"
                 " longer files, or a shorter sequence_length."
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A mapped array pickles as all that is in its file; processes that start anew map the files themselves.
+        return {**vars(self), "arrays": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, arrays=[_mapped(path, state["dtype"]) for path in state["files"]])
 
     def __len__(self) -> int:
         return self.ends[-1]

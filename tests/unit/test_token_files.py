@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -81,3 +82,12 @@ def test_what_holds_no_tokens_is_refused(
     Path("odd.bin").write_bytes(b"123")
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         TokenFiles(sequence_length=10, **options).setup("fit")  # type: ignore[arg-type]
+
+
+def test_windows_travel_to_other_processes_without_the_tokens(folder: Path) -> None:
+    windows = data(folder).training_windows
+    assert windows is not None
+    sent = pickle.dumps(windows)
+    assert len(sent) < 1000 + sum(len(str(path)) for path in windows.files)
+    np.arange(3, 106, dtype=np.uint16).tofile(windows.files[0])
+    assert torch.equal(pickle.loads(sent)[0], torch.arange(3, 14))
