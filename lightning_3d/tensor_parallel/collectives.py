@@ -54,15 +54,21 @@ def gather_from_tp(x: Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | 
     return _gather(x, axis, dim, sizes, reduce_gradient=False)
 
 
-def split_to_tp(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
-    """This rank's piece along ``dim`` of a replicated tensor: own piece forward, all-gather backward."""
+def split_to_tp(x: Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
+    """This rank's piece along ``dim`` of a replicated tensor: own piece forward, all-gather backward.
+
+    Args:
+        x: The same on every rank.
+        axis: The tensor-parallel axis.
+        dim: Dim to cut.
+        sizes: Length of every rank's piece along ``dim``; ``None`` when equal.
+    """
     x = _resolved(x)
     if axis.size == 1:
         return x
-    length = x.shape[dim] // axis.size
     if is_shape_only(x, axis):
-        return x.narrow(dim, axis.rank * length, length)
-    return _Split.apply(x, axis, dim)
+        return _own_piece(x, axis, dim, sizes)
+    return _Split.apply(x, axis, dim, sizes)
 
 
 def scatter_to_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -89,8 +95,7 @@ def reduce_scatter_to_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
     if axis.size == 1:
         return x
     if is_shape_only(x, axis):
-        length = x.shape[dim] // axis.size
-        return x.narrow(dim, axis.rank * length, length)
+        return _own_piece(x, axis, dim)
     return _ReduceScatter.apply(x, axis, dim)
 
 
@@ -105,6 +110,12 @@ def _gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None, reduce
         shape[dim] = sum(sizes)
         return x.new_empty(shape).requires_grad_(x.requires_grad)
     return _Gather.apply(x, axis, dim, sizes, reduce_gradient)
+
+
+def _own_piece(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    if sizes is None:
+        sizes = (x.shape[dim] // axis.size,) * axis.size
+    return x.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank])
 
 
 def _resolved(x: Tensor) -> Tensor:
@@ -143,7 +154,6 @@ class _Gather(torch.autograd.Function):
         ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None, reduce_gradient: bool
     ) -> Tensor:
         ctx.axis, ctx.dim, ctx.sizes, ctx.reduce_gradient = axis, dim, sizes, reduce_gradient
-        ctx.length = x.shape[dim]
         return all_gather(x, axis, dim, sizes)
 
     @staticmethod
@@ -153,22 +163,20 @@ class _Gather(torch.autograd.Function):
         if ctx.reduce_gradient:
             piece = reduce_scatter(gradient, axis, ctx.dim, sizes=ctx.sizes)
         else:
-            start = axis.rank * ctx.length if ctx.sizes is None else sum(ctx.sizes[: axis.rank])
-            piece = gradient.narrow(ctx.dim, start, ctx.length)
+            piece = _own_piece(gradient, axis, ctx.dim, ctx.sizes)
         return piece, None, None, None, None
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        length = x.shape[dim] // axis.size
-        return x.narrow(dim, axis.rank * length, length).contiguous()
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> Tensor:
+        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
+        return _own_piece(x, axis, dim, sizes).contiguous()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(gradient, ctx.axis, ctx.dim), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_gather(gradient, ctx.axis, ctx.dim, ctx.sizes), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_3d.tensor_parallel.collectives import reduce_from_tp
 from lightning_3d.tensor_parallel.parameters import local_view
 from lightning_3d.tensor_parallel.region import Regions
+from lightning_3d.tensor_parallel.vocabulary import is_own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +38,14 @@ class VocabParallelEmbedding(nn.Embedding):
         """Look up ``input``; rows of other ranks come through the sum.
 
         Raises:
-            IndexError: on CPU, for an index outside the table.
+            IndexError: on CPU, for an index outside the table; on a GPU the kernel of the look-up asserts.
         """
         settings = self._vocab
         if input.device.type == "cpu" and bool(((input < 0) | (input >= self.num_embeddings)).any()):
             raise IndexError(f"An index is out of range: the embedding has {self.num_embeddings} rows.")
         weight: Tensor = local_view(self.weight)
         index = input - settings.start
-        outside = (index < 0) | (index >= settings.length)
+        outside = ~is_own(input, settings.start, settings.length, self.num_embeddings)
         if settings.length:
             padding = None if self.padding_idx is None else self.padding_idx - settings.start
             if padding is not None and not 0 <= padding < settings.length:

@@ -13,7 +13,10 @@ from typing_extensions import Self, override
 
 from lightning_3d.collectives import all_reduce
 from lightning_3d.mesh import Axis
-from lightning_3d.tensor_parallel.collectives import gather_from_tp
+from lightning_3d.tensor_parallel.collectives import gather_from_tp, split_to_tp
+from lightning_3d.tensor_parallel.vocabulary import is_own
+
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def vocab_parallel_cross_entropy(
@@ -37,24 +40,31 @@ def vocab_parallel_cross_entropy(
         label_smoothing: Share of the target spread evenly over all classes.
 
     Returns:
-        The loss, the same on every rank; computed in float32 for 16-bit logits, like PyTorch under autocast.
+        The loss, the same on every rank; computed in float32 for 16-bit logits, like PyTorch under autocast, and
+        then given in their type unless autocast is on.
 
     Raises:
-        IndexError: on CPU, for a target outside the vocabulary.
+        IndexError: on CPU, for a target outside the vocabulary; on a GPU the kernel of the look-up asserts.
+        ValueError: when there are not as many targets as rows of logits.
     """
     vocab = sum(sizes)
     flat, wanted = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    if len(flat) != len(wanted):
+        raise ValueError(f"{len(wanted)} targets were given for {len(flat)} rows of logits: there has to be one each.")
     ignored = wanted == ignore_index
     if wanted.device.type == "cpu" and bool((((wanted < 0) | (wanted >= vocab)) & ~ignored).any()):
         raise IndexError(f"A target is out of bounds: the vocabulary has {vocab} entries, ignore_index={ignore_index}.")
     start = sum(sizes[: axis.rank])
     losses = _CrossEntropy.apply(flat, wanted, ignored, axis, start, vocab, label_smoothing)
-    if logits.dtype in (torch.bfloat16, torch.float16) and not torch.is_autocast_enabled(logits.device.type):
-        losses = losses.to(logits.dtype)
     if reduction == "none":
-        return losses.view(target.shape)
-    total: Tensor = losses.sum()
-    return total if reduction == "sum" else total / (~ignored).sum().to(total.dtype)
+        result: Tensor = losses.view(target.shape)
+    else:
+        result = losses.sum()
+        if reduction == "mean":
+            result = result / (~ignored).sum()
+    # Not before: the sum over many tokens has no place in float16, nor has their number.
+    keeps = logits.dtype in _HALF and not torch.is_autocast_enabled(logits.device.type)
+    return result.to(logits.dtype) if keeps else result
 
 
 class ShardedLogits(Tensor):
@@ -62,7 +72,8 @@ class ShardedLogits(Tensor):
 
     Views, shifts, casts and scaling keep the pieces, and ``F.cross_entropy`` (so ``nn.CrossEntropyLoss``) works on
     them. Any other operation gathers the whole logits first, with the same result as without ``loss_parallel``; as
-    that is a collective, it has to run on every tensor-parallel rank.
+    that is a collective, it has to run on every tensor-parallel rank. What it writes into them is written into the
+    pieces.
     """
 
     local: Tensor
@@ -86,6 +97,14 @@ class ShardedLogits(Tensor):
         """The plain logits, gathered from all ranks."""
         return gather_from_tp(self.local, self.axis, self.vocab_dim, self.sizes)
 
+    def _write(self, func: Callable[..., Any], rest: Any, kwargs: dict[str, Any]) -> ShardedLogits:
+        """Do on the whole logits what ``func`` does in place, and take this rank's piece of them."""
+        whole = self.whole().clone()  # which may be a view
+        rest, kwargs = torch.utils._pytree.tree_map_only(ShardedLogits, ShardedLogits.whole, (rest, kwargs))
+        func(whole, *rest, **kwargs)
+        self.local.copy_(split_to_tp(whole, self.axis, self.vocab_dim, self.sizes))
+        return self
+
     @classmethod
     @override
     def __torch_function__(
@@ -100,6 +119,8 @@ class ShardedLogits(Tensor):
                 if func in _FACTS:
                     with torch._C.DisableTorchFunctionSubclass():
                         return func(*args, **kwargs)
+                if _writes(func):
+                    return first._write(func, args[1:], kwargs)
                 kept = _keep(func, first, args[1:], kwargs)
                 if kept is not None:
                     return kept
@@ -129,6 +150,18 @@ _FACTS: frozenset[Any] = frozenset(
     torch.is_floating_point,
     torch.numel,
 }
+
+_WRITES = frozenset({"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow"))})
+_OF_SHAPE = frozenset(
+    {"requires_grad_", "detach_", "share_memory_", "resize_", "t_", "transpose_", "squeeze_", "unsqueeze_"}
+)
+
+
+def _writes(func: Any) -> bool:
+    """Whether ``func`` changes the values of the tensor that it is called on."""
+    name = getattr(func, "__name__", "")
+    return name in _WRITES or (name.endswith("_") and not name.endswith("__") and name not in _OF_SHAPE)
+
 
 # Element by element, whatever the other arguments, as long as those are no tensors with a vocabulary dim.
 _ELEMENTWISE: frozenset[Any] = frozenset(
@@ -242,13 +275,14 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         ctx.dtype, ctx.smoothing, ctx.vocab = logits.dtype, smoothing, vocab
         held = logits.shape[1]
-        values = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        copied = logits.dtype in _HALF
+        values = logits.float() if copied else logits
         peak = values.amax(1) if held else values.new_full((len(values),), -torch.inf)
         all_reduce(peak, axis, "max")
-        shifted = values - peak.unsqueeze(1)
-        index = target - start
-        here = (index >= 0) & (index < held) & ~ignored
-        index = index.masked_fill(~here, 0)
+        # These are the largest tensors of a step: one of them is enough.
+        shifted = values.sub_(peak.unsqueeze(1)) if copied else values - peak.unsqueeze(1)
+        here = is_own(target, start, held, vocab) & ~ignored
+        index = (target - start).masked_fill(~here, 0)
         sums = shifted.new_zeros(3 if smoothing else 2, len(values))
         if held:
             sums[1] = shifted.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill(~here, 0.0)

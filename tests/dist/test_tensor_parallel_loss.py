@@ -44,6 +44,17 @@ PARALLEL: dict[str, Loss] = {
     "by keyword": lambda x: F.cross_entropy(input=x[:, -1], target=TARGET[:, -1]),
     "all ignored sum": lambda x: F.cross_entropy(x.flatten(0, 1), torch.full((8,), -100), reduction="sum"),
 }
+
+
+def _written(x: Tensor) -> Tensor:
+    x = x * 1.0
+    x[..., 9:] = -3.0
+    x.masked_fill_(x > 1.5, 0.5).mul_(2)
+    x -= 0.25
+    x.copy_(x.flip(-1) - x.mean(-1, keepdim=True))
+    return F.cross_entropy(x[..., :5, :].flatten(0, 1), TARGET.view(-1), label_smoothing=0.1)
+
+
 # Needs the whole logits, which are gathered.
 GATHERED: dict[str, Loss] = {
     "weighted": lambda x: F.cross_entropy(x.view(-1, VOCAB), TARGET.view(-1), weight=torch.arange(1.0, 12).to(x.dtype)),
@@ -55,6 +66,7 @@ GATHERED: dict[str, Loss] = {
     "z loss": lambda x: torch.logsumexp(x, -1).square().mean(),
     "bias per class": lambda x: F.cross_entropy((x + torch.arange(11.0)).view(-1, VOCAB), TARGET.view(-1)),
     "folded": lambda x: x.reshape(-1).square().mean(),
+    "written into": _written,
 }
 
 
@@ -110,9 +122,37 @@ def _types_and_faults(rank: int, world_size: int) -> None:
     assert half.argmax(-1).shape == (8,)
     assert half.detach().shape == (8, VOCAB)
     assert "ShardedLogits" in repr(half)
+    with pytest.raises(ValueError, match="7 targets were given for 8 rows"):
+        F.cross_entropy(half, TARGET.view(-1)[:7])
     everything_ignored = F.cross_entropy(half.float(), torch.full((8,), -100))
     assert everything_ignored.isnan()
 
 
 def test_types_faults_and_whole_values() -> None:
     run_ranks(_types_and_faults, 2)
+
+
+def _many_tokens(rank: int, world_size: int) -> None:
+    axis = build_mesh(Sizes(pp=1, dp=1, tp=world_size), torch.device("cpu")).tp
+    sizes = chunk_sizes(VOCAB, world_size)
+    torch.manual_seed(0)
+    values, target = 10 * torch.randn(8191, VOCAB), torch.randint(VOCAB, (8191,))
+    for dtype in (torch.float16, torch.bfloat16):
+        whole = values.to(dtype)
+        wide = whole.float().requires_grad_()
+        expected = F.cross_entropy(wide, target)
+        assert expected * len(target) > torch.finfo(torch.float16).max
+        expected.backward()
+        local = whole.narrow(-1, sum(sizes[:rank]), sizes[rank]).clone().requires_grad_()
+        loss = F.cross_entropy(ShardedLogits.of(local, axis, sizes), target)
+        assert loss == expected.to(dtype)
+        loss.backward()
+        assert local.grad is not None and wide.grad is not None
+        piece = wide.grad.narrow(-1, sum(sizes[:rank]), sizes[rank])
+        assert torch.equal(local.grad, piece.to(dtype)) or torch.allclose(
+            local.grad.float(), piece, rtol=torch.finfo(dtype).eps, atol=1e-7
+        )
+
+
+def test_the_mean_over_many_tokens_is_exact_in_16_bits() -> None:
+    run_ranks(_many_tokens, 2)
