@@ -118,6 +118,8 @@ def _check(
         whole = _filled(block, dtype, device)
         try:
             reference = _run(whole, call, names, dtype, device, fill, Axis("tp", 1, 0, (0,), None), None)
+        except torch.OutOfMemoryError:
+            raise  # of this rank alone: the others would compare with other numbers, or wait
         except Exception:
             continue
         if all(bool(torch.isfinite(output).all()) for output in reference.outputs.values()):
@@ -138,6 +140,8 @@ def _check(
     convert_block(copy, layout, Regions(axis, device, sequence_dim or 0), cut, sequence_dim)
     try:
         found = _run(copy, call, names, dtype, device, fill, axis, sequence_dim)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # of shapes, so on every rank alike
         said = str(error).splitlines()[0] if str(error) else ""
         return Verdict(f"{FAILS} ({type(error).__name__}: {said})", "")

@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Axis
-from lightning_3d.tensor_parallel import ParameterCut, Plan, plan
+from lightning_3d.tensor_parallel import ParameterCut, Plan, check_block, plan
 from lightning_3d.tensor_parallel.kinds import trace
+from lightning_3d.tensor_parallel.layout import BlockLayout
+from lightning_3d.tensor_parallel.probe import BlockCall
 from lightning_3d.tensor_parallel.sequence import scatter_before
+from lightning_3d.tensor_parallel.vocabulary import is_own
 from tests.dist.tensor_parallel_models import MODELS, blocks_of, build
 
 
@@ -132,3 +135,26 @@ def test_blocks_that_differ_in_nothing_are_run_once_and_others_each(monkeypatch:
     assert groups("relu", None, "relu", None) == [("1", "3"), ("2", "4")] and len(ran) == 2
     scales = [lambda x, by=by: x * by for by in (2.0, 2.0, 3.0)]
     assert groups(*scales) == [("1", "2"), ("3",)] and len(ran) == 3, "what functions do shows when they are run"
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 4), (4, 4), (4, 3), (7, 1), (0, 8)])
+def test_numbers_outside_of_the_vocabulary_reach_a_look_up_that_fails(start: int, length: int) -> None:
+    index = torch.tensor([-2, -1, *range(8), 8, 9])
+    own = is_own(index, start, length, 8)
+    inside = (index >= 0) & (index < 8)
+    assert torch.equal(own & inside, (index >= start) & (index < start + length) & inside)
+    assert bool(own[:2].all()) == (start == 0)
+    assert bool(own[-2:].all()) == (start + length == 8)
+
+
+class _Large(nn.Module):
+    """Fits into no memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_a_check_without_memory_is_no_verdict() -> None:
+    call = BlockCall((torch.zeros(2, 4, 8),), {})
+    with pytest.raises(torch.OutOfMemoryError):
+        check_block(_Large(), call, BlockLayout(), Axis("tp", 1, 0, (0,), None), torch.device("cpu"), None)
