@@ -22,9 +22,6 @@ from lightning_3d.tensor_parallel.rules import model_rules, user_rules
 from lightning_3d.tensor_parallel.search import bodies, observed, repeated
 from lightning_3d.tensor_parallel.trial import Trial
 
-"""Parameters of a block up to which it is run with values where it cannot run without."""
-
-
 _ENOUGH = 8
 """Ways of cutting a region that are tried under sequence parallelism, where all regions have to be cut."""
 

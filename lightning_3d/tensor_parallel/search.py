@@ -13,6 +13,9 @@ from lightning_3d.tensor_parallel.layers import features, is_linear
 from lightning_3d.tensor_parallel.observe import Observation, observe
 from lightning_3d.tensor_parallel.probe import BlockCall, probe
 
+_REAL_UP_TO = 50_000_000
+"""Parameters of a block up to which it is run with values where it cannot run without."""
+
 
 def repeated(module: nn.Module, known: Sequence[str]) -> list[str]:
     """Layers with something to cut in lists outside the ``known`` blocks, not looking for lists inside of lists.
@@ -99,6 +102,3 @@ def _guesses(block: nn.Module, batch: int, length: int) -> list[BlockCall]:
     for width, other in itertools.product(widths, dict.fromkeys(inputs)):
         calls.append(BlockCall((torch.zeros(batch, other, width, device="meta", dtype=dtype),), {}))
     return calls
-
-
-_REAL_UP_TO = 50_000_000
