@@ -14,10 +14,10 @@ from torch.utils import _pytree as pytree
 from lightning_3d.errors import StageError
 from lightning_3d.events import Phase
 from lightning_3d.mesh import Mesh
-from lightning_3d.pipeline.links import Flight, Link
+from lightning_3d.pipeline.links import Flight, Link, as_input
 from lightning_3d.pipeline.micro_batches import MicroBatch
 from lightning_3d.pipeline.needs import Exchange
-from lightning_3d.pipeline.settling import Settling, as_input, bind_all, not_in_interface, other_positions
+from lightning_3d.pipeline.settling import Settling, bind_all, not_in_interface, other_positions
 from lightning_3d.pipeline.stage import Stage
 from lightning_3d.pipeline.transport import ACTIVATIONS, GRADIENTS, Fact, Pending, Transport
 from lightning_3d.placeholder import Placeholder
@@ -49,6 +49,10 @@ class Step:
     """Name of the loop; steps of different loops may cut the model at different values."""
 
 
+_IDLE = Step(pieces=(), call=lambda piece: None)
+"""Between steps, where nothing of the last batch is held."""
+
+
 class Engine:
     """Runs steps on one pipeline rank.
 
@@ -66,7 +70,6 @@ class Engine:
         self._schedule = schedule
         self._virtual_stages = virtual_stages
         self._sharding = sharding
-        self._device = mesh.device
         self._transport = Transport(mesh)
         self._last_chunk = mesh.pp.size * virtual_stages - 1
         self._parameters = [part._parameters for part in stage.module.modules() if part._parameters]
@@ -78,10 +81,12 @@ class Engine:
         self._sent: dict[tuple[int, int], list[tuple[int, ...]]] = {}
         self._settled: set[int] = set()
         self._reset()
+        self._outputs: list[Any] = []
         self._events = mesh.events
         self.progress = Progress()
 
     def _reset(self) -> None:
+        self._step = _IDLE
         self._flights: dict[tuple[int, int], Flight] = {}
         self._arriving: dict[tuple[Kind, int, int], Pending] = {}
         self._handed_over: dict[tuple[Kind, int, int], list[Any]] = {}
@@ -109,7 +114,7 @@ class Engine:
         self._step = step
         frozen = self._frozen()
         self._keys = [self._structure(piece, frozen) for piece in step.pieces]
-        self._outputs: list[Any] = [None] * len(step.pieces)
+        self._outputs = [None] * len(step.pieces)
         self._done: dict[int, int] = dict.fromkeys(self._stage.cut.owned, 0)
         with self._events.span(Phase.PIPELINE, label=step.mode):
             self._run_all(step)
@@ -168,8 +173,7 @@ class Engine:
                 with self._events.span(Phase.PP_WAIT, chunk, piece.index, "settle"):
                     settling.follow(chunk)
         for chunk, flight in flights.items():
-            flight.let_go()
-            flight.sent = Pending([], [], self._device)
+            flight.hand_over()
             if self._step.backward is not None:
                 self._flights[chunk, piece.index] = flight
 
@@ -217,32 +221,22 @@ class Engine:
                 " the collate function or in on_before_batch_transfer, so that the shapes of the batch tell, or use"
                 " pipeline_parallel=1."
             )
-        sent = self._transport.send(tensors, action.peer, ACTIVATIONS, chunk + 1, piece.index)
-        if self._step.backward is None:
-            self._leave(sent)
-        else:
-            self._flights[chunk, piece.index].sent = sent
+        self._leave(self._transport.send(tensors, action.peer, ACTIVATIONS, chunk + 1, piece.index))
 
     def _hand_on(self, chunk: int, piece: MicroBatch) -> list[Tensor]:
-        """What passes to the next chunk; until the backward nothing else is kept."""
+        """What passes to the next chunk; until the backward this one keeps nothing of it."""
         flight = self._flights[chunk, piece.index]
         flight.outputs = flight.values(self._links[self._keys[piece.index][0]][chunk + 1], None, chunk)
-        flight.let_go()
         if self._step.backward is None:
             del self._flights[chunk, piece.index]
-        return flight.outputs
+        return flight.hand_over()
 
     # --- backward --------------------------------------------------------------------------------------------------
 
     def _post_backward_receive(self, action: Action, piece: MicroBatch) -> None:
-        flight = self._flights.get((action.chunk, piece.index))
-        if flight is not None and flight.sent is not None:
-            pending = self._receive_gradients(action.chunk, piece, flight)
-            self._arriving[Kind.RECV_B, action.chunk, piece.index] = pending
-
-    def _receive_gradients(self, chunk: int, piece: MicroBatch, flight: Flight) -> Pending:
-        facts = [Fact.of(tensor) for tensor in flight.outputs if tensor.requires_grad]
-        return self._transport.receive(facts, self._rank_of(chunk + 1), GRADIENTS, chunk, piece.index)
+        facts = self._flights[action.chunk, piece.index].awaited
+        pending = self._transport.receive(facts, action.peer, GRADIENTS, action.chunk, piece.index)
+        self._arriving[Kind.RECV_B, action.chunk, piece.index] = pending
 
     def _backward(self, action: Action, piece: MicroBatch) -> None:
         with self._events.span(Phase.BACKWARD, action.chunk, piece.index):
@@ -262,20 +256,14 @@ class Engine:
             assert self._step.backward is not None
             self._step.backward(flight.result, piece)
         else:
-            outputs = [tensor for tensor in flight.outputs if tensor.requires_grad]
             if self._rank_of(chunk + 1) == self._rank:
                 gradients = self._handed_over.pop((Kind.B, chunk, piece.index))
             else:
-                pending = self._arriving.pop((Kind.RECV_B, chunk, piece.index), None)
-                gradients = (pending or self._receive_gradients(chunk, piece, flight)).wait()
-                assert flight.sent is not None
-                flight.sent.wait()
-            if outputs:
-                torch.autograd.backward(outputs, gradients)
-        inputs = [tensor for tensor in flight.inputs if tensor.requires_grad]
-        input_gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs]
+                gradients = self._arriving.pop((Kind.RECV_B, chunk, piece.index)).wait()
+            if flight.edges:
+                torch.autograd.backward(flight.edges, gradients)
         if chunk > 0:
-            self._handed_over[Kind.B, chunk - 1, piece.index] = input_gradients
+            self._handed_over[Kind.B, chunk - 1, piece.index] = flight.input_gradients()
 
     def _send_backward(self, action: Action, piece: MicroBatch) -> None:
         gradients = self._handed_over.pop((Kind.B, action.chunk - 1, piece.index))

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_3d.errors import StageError
-from lightning_3d.pipeline.transport import Fact, Pending
+from lightning_3d.pipeline.transport import Fact
 from lightning_3d.placeholder import is_placeholder
 from lightning_3d.provenance import Root, refuse_changed, version_of
 
@@ -54,14 +55,20 @@ class Flight:
 
     inputs: list[Tensor] = field(default_factory=list)
     """What arrived, in the order of the link."""
+    entries: list[Any] = field(default_factory=list)
+    """Of those with a gradient: where the graph begins."""
     outputs: list[Tensor] = field(default_factory=list)
-    """What was handed on, in the order of the next link."""
+    """What is to be handed on, in the order of the next link."""
+    edges: list[GradientEdge] = field(default_factory=list)
+    """Where the gradients of what was handed on go; its values are not kept for that,"""
+    awaited: list[Fact] = field(default_factory=list)
+    """and what those gradients are."""
     leaves: list[Any] = field(default_factory=list)
-    """Until then: the flattened arguments of the first block of the next chunk,"""
+    """Until it is handed on: the flattened arguments of the first block of the next chunk,"""
     known: dict[Root, tuple[Tensor, int]] = field(default_factory=dict)
     """and what later chunks may need, with how often it had been changed."""
     result: Any = None
-    sent: Pending | None = None
+    """On the last chunk: what the user's step returned."""
 
     def keep(self, root: Root, value: Tensor) -> None:
         """Hold a value that later chunks may need."""
@@ -70,6 +77,7 @@ class Flight:
     def arrived(self, roots: Sequence[Root | None], tensors: Sequence[Tensor]) -> None:
         """Take what came, with what it is where that is known."""
         self.inputs += tensors
+        self.entries += [tensor.grad_fn for tensor in tensors if tensor.requires_grad]
         for root, tensor in zip(roots, tensors, strict=True):
             if root is not None:
                 self.keep(root, tensor)
@@ -101,10 +109,54 @@ class Flight:
         refuse_changed(value, version, root)
         return _held(value, chunk)
 
-    def let_go(self) -> None:
-        """Forget what later chunks did not ask for."""
+    def input_gradients(self) -> list[Tensor]:
+        """After the backward: the gradients of what arrived, in its order; zeros for what had no effect."""
+        trained = [tensor for tensor in self.inputs if tensor.requires_grad]
+        return [
+            torch.zeros_like(tensor) if entry.gradient is None else entry.gradient
+            for tensor, entry in zip(trained, self.entries, strict=True)
+        ]
+
+    def hand_over(self) -> list[Tensor]:
+        """The outputs, which from now on are the next chunk's; what later chunks did not ask for is forgotten."""
+        outputs, self.outputs = self.outputs, []
+        trained = [tensor for tensor in outputs if tensor.requires_grad]
+        self.edges = [get_gradient_edge(tensor) for tensor in trained]
+        self.awaited = [Fact.of(tensor) for tensor in trained]
         self.leaves = []
         self.known = {}
+        return outputs
+
+
+def as_input(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """What arrived, where this chunk's graph begins if it has a gradient.
+
+    Not a leaf: what the first layer may do in one process (``ReLU(inplace=True)``), autograd forbids to do to a leaf.
+    """
+    if not requires_grad or not torch.is_grad_enabled():
+        return tensor
+    result: Tensor = _Arrival.apply(torch.empty(0, device=tensor.device, requires_grad=True), tensor)
+    return result
+
+
+class _Arrival(torch.autograd.Function):
+    """Gives the tensor itself, and keeps its gradient, for the sender."""
+
+    gradient: Tensor | None
+
+    @staticmethod
+    def forward(ctx: Any, graph: Tensor, tensor: Tensor) -> Tensor:
+        """Make ``tensor`` a part of a graph; ``graph`` is what needs a gradient for that."""
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(tensor)
+        ctx.gradient = None
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None]:
+        """Keep it."""
+        ctx.gradient = gradient
+        return None, None
 
 
 def _held(leaf: Any, chunk: int) -> Tensor:

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lightning_3d.errors import StageError
-from lightning_3d.pipeline.links import Flight, Link
+from lightning_3d.pipeline.links import Flight, Link, as_input
 from lightning_3d.pipeline.transport import ACTIVATIONS, Fact, Transport
 from lightning_3d.placeholder import Placeholder
 from lightning_3d.provenance import Root
@@ -154,11 +153,6 @@ class Settling:
 
     def _rank_of(self, chunk: int) -> int:
         return chunk % self._num_stages
-
-
-def as_input(tensor: Tensor, requires_grad: bool) -> Tensor:
-    """What arrived, as a leaf of this chunk's graph."""
-    return tensor.requires_grad_(requires_grad and torch.is_grad_enabled())
 
 
 def bind_all(placeholders: Sequence[Placeholder], tensors: Sequence[Tensor]) -> None:

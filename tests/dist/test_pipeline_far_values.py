@@ -139,6 +139,23 @@ class Loops(nn.Module):
         return (runs[0] * runs[1]).square().mean()
 
 
+class Rectified(nn.Module):
+    """Blocks that change what they are given, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LeakyReLU(0.1, inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
 class NoSharding:
     def prepare_backward(self, chunk: int, *, last_of_chunk: bool, last_of_step: bool, sync: bool) -> None:
         """Nothing is sharded here."""
@@ -206,7 +223,7 @@ def same_as_uncut(rank: int, world: int, schedule: str, virtual: int, kinds: lis
 
 @pytest.mark.parametrize(("world", "schedule", "virtual"), [(2, "1f1b", 1), (4, "1f1b", 1), (2, "interleaved_1f1b", 2)])
 def test_values_needed_stages_away_come_along_with_their_gradients(world: int, schedule: str, virtual: int) -> None:
-    kinds = [UNet, Seq2Seq, Derived, *([] if virtual > 1 else [Loops])]
+    kinds = [UNet, Seq2Seq, Derived, Rectified, *([] if virtual > 1 else [Loops])]
     run_ranks(same_as_uncut, world, schedule, virtual, kinds)
 
 
