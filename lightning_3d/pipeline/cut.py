@@ -63,6 +63,11 @@ class Cut:
         self.owned = tuple(owned)
         self._run: _Run | None = None
         self._twins = self._make_twins(device) if len(self.owned) > 1 else {}
+        self._swaps = {
+            chunk: [twin for name, twin in self._twins.items() if chunk not in chunks.chunks_of(name)]
+            for chunk in self.owned
+        }
+        """The twins that stand in while a chunk runs."""
         self._doubles = self._make_doubles(device)
         self._strip(device)
 
@@ -122,7 +127,7 @@ class Cut:
         """Within, the module acts as ``chunk``, and gets through ``exchange`` what it needs of other chunks."""
         order_of_calls(self.chunks.order_known)
         self._run = _Run(chunk, exchange, Needs(exchange), entered=chunk == 0)
-        swapped = [entry for name, entry in self._twins.items() if chunk not in self.chunks.chunks_of(name)]
+        swapped = self._swaps[chunk]
         originals = [(parent, key, parent._modules[key]) for parent, key, _ in swapped]
         for parent, key, twin in swapped:
             parent._modules[key] = twin
