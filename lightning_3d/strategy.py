@@ -347,7 +347,7 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
         self.set_world_ranks()
         if self.world_size > 1:
             backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
-            device_id = self.root_device if self.root_device.type != "cpu" else None
+            device_id = self.root_device if backend == "nccl" else None  # gloo has nothing to open on a device
             assert self.cluster_environment is not None
             self._recorder.prepare(self._default_root())
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
