@@ -15,6 +15,8 @@ from lightning_3d.lr_scaling import BatchScaledLR
 from lightning_3d.mesh import Mesh
 from lightning_3d.trainer.data.sampler import ReplicaBatchSampler
 
+CHANGES = "GradientAccumulationScheduler changes the number of accumulated batches during the run"
+
 
 def tell_schedulers(
     configs: Iterable[LRSchedulerConfig], trainer: pl.Trainer, config: ParallelConfig, mesh: Mesh
@@ -52,10 +54,9 @@ def samples_per_step(trainer: pl.Trainer, mesh: Mesh) -> int:
     Raises:
         ConfigError: if that is not one number: several loaders, batches of unknown size, or a changing accumulation.
     """
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    plans = [item.scheduling for item in callbacks if isinstance(item, GradientAccumulationScheduler)]
-    if any(len({1, *plan.values()} if 0 not in plan else set(plan.values())) > 1 for plan in plans):
-        raise _unknown("GradientAccumulationScheduler changes the number of accumulated batches during the run")
+    accumulated = accumulated_batches(trainer)
+    if accumulated is None:
+        raise _unknown(CHANGES)
     trainer.fit_loop.setup_data()
     combined = trainer.fit_loop._combined_loader
     loaders = combined.flattened if combined is not None else []
@@ -70,7 +71,18 @@ def samples_per_step(trainer: pl.Trainer, mesh: Mesh) -> int:
         size = getattr(sampler, "batch_size", None) or getattr(loader, "batch_size", None)
     if not isinstance(size, int) or isinstance(size, bool):
         raise _unknown("the training loader has no batch_size")
-    return size * replicas * trainer.accumulate_grad_batches
+    return size * replicas * accumulated
+
+
+def accumulated_batches(trainer: pl.Trainer) -> int | None:
+    """Batches that an optimizer step takes; ``None`` if their number changes during the run.
+
+    ``trainer.accumulate_grad_batches`` itself is 1 until a ``GradientAccumulationScheduler`` sees the first epoch.
+    """
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    plans = [item.scheduling for item in callbacks if isinstance(item, GradientAccumulationScheduler)]
+    numbers = {number for plan in plans for number in plan.values()} or {trainer.accumulate_grad_batches}
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 def _unknown(reason: str) -> ConfigError:

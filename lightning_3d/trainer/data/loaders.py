@@ -11,6 +11,7 @@ from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh import Mesh
 from lightning_3d.trainer.data.batches import SharedLoader, Stopping
+from lightning_3d.trainer.data.global_batch import CHANGES, accumulated_batches
 from lightning_3d.trainer.data.host_random import GeneratorStates
 from lightning_3d.trainer.data.ledger import BatchLedger
 from lightning_3d.trainer.data.sampler import set_batch_size, shard, take_over_sampling
@@ -36,9 +37,7 @@ class LoaderGate:
         self._stopping = stopping
         self._global_batch_size = config.global_batch_size
         self._uneven = config.elastic  # replicas come and go, and the batch stays
-        connector = trainer._accelerator_connector
-        self._shards = vars(connector).setdefault("_three_d_shards", connector.use_distributed_sampler)
-        take_over_sampling(trainer)
+        self._shards = take_over_sampling(trainer)
 
     def process(self, loader: Any) -> Any:
         """The loader to iterate in place of ``loader``."""
@@ -67,7 +66,12 @@ class LoaderGate:
 
     def _batch_sizes(self, global_batch_size: int) -> tuple[int, int | None]:
         """Samples in a replica's batch and, only where they do not divide evenly, in that of all replicas."""
-        replicas, accumulated = self._mesh.dp.size, self._trainer.accumulate_grad_batches
+        replicas, accumulated = self._mesh.dp.size, accumulated_batches(self._trainer)
+        if accumulated is None:
+            raise ConfigError(
+                f"global_batch_size={global_batch_size} is to be the samples of every optimizer step, but {CHANGES}."
+                " Leave one of the two out."
+            )
         together = global_batch_size // accumulated
         if self._uneven and self._shards and together >= replicas and not global_batch_size % accumulated:
             return -(-together // replicas), together if together % replicas else None
