@@ -160,6 +160,19 @@ def test_a_distributed_sampler_of_another_kind_is_refused() -> None:
         shard(DataLoader(data, sampler=sampler), _axis(1, 2))
 
 
+def test_batches_of_a_kind_of_their_own_over_a_distributed_sampler_are_not_replaced() -> None:
+    class Pairs(BatchSampler):
+        pass
+
+    data = list(range(8))
+    by_rank = DistributedSampler(data, num_replicas=8, rank=5)  # type: ignore[arg-type, var-annotated]
+    with pytest.raises(ConfigError, match="DistributedSampler in a Pairs has num_replicas=8, rank=5"):
+        shard(DataLoader(data, batch_sampler=Pairs(by_rank, 2, False)), _axis(1, 2))
+    by_replica = DistributedSampler(data, num_replicas=2, rank=1)  # type: ignore[arg-type, var-annotated]
+    loader = DataLoader(data, batch_sampler=Pairs(by_replica, 2, False))
+    assert shard(loader, _axis(1, 2)) is loader
+
+
 def test_the_batch_size_can_be_set() -> None:
     loader = DataLoader(list(range(10)), batch_size=3, shuffle=True, drop_last=True)
     resized = set_batch_size(loader, 4)

@@ -201,17 +201,19 @@ def _with_own_sharding(loader: DataLoader[Any], sampler: DistributedSampler[Any]
     """A loader whose user shards it himself: by replica, not by process, because a replica is many processes."""
     if (sampler.num_replicas, sampler.rank) == (axis.size, axis.rank):
         return loader
-    if type(sampler) is not DistributedSampler or not isinstance(loader.batch_sampler, BatchSampler):
+    if type(sampler) is not DistributedSampler or type(loader.batch_sampler) is not BatchSampler:
+        batches = type(loader.batch_sampler)
+        within = "" if batches in (BatchSampler, type(None)) else f" in a {batches.__name__}"
         raise ConfigError(
-            f"The loader's {type(sampler).__name__} has num_replicas={sampler.num_replicas}, rank={sampler.rank}, but"
-            f" this is replica {axis.rank} of {axis.size}: the processes of one replica share its batches. Give it"
-            f" num_replicas={axis.size} and the replica's rank, or leave the sampler out."
+            f"The loader's {type(sampler).__name__}{within} has num_replicas={sampler.num_replicas},"
+            f" rank={sampler.rank}, but this is replica {axis.rank} of {axis.size}: the processes of one replica share"
+            f" its batches. Give it num_replicas={axis.size} and the replica's rank, or leave the sampler out."
         )
     sharded: DistributedSampler[Any] = DistributedSampler(
         sampler.dataset, axis.size, axis.rank, sampler.shuffle, seed=sampler.seed, drop_last=sampler.drop_last
     )
-    batches = BatchSampler(sharded, loader.batch_sampler.batch_size, loader.batch_sampler.drop_last)
-    return _replace(loader, sampler=sharded, batch_sampler=batches)
+    own = BatchSampler(sharded, loader.batch_sampler.batch_size, loader.batch_sampler.drop_last)
+    return _replace(loader, sampler=sharded, batch_sampler=own)
 
 
 def _replace(loader: DataLoader[Any], **attributes: Any) -> Any:
