@@ -62,7 +62,7 @@ class BatchScaledLR(LRScheduler):
         global_batch_size: int | None = None,
         rule: str = "linear",
         warmup_steps: int = 0,
-        warmup_start: str | float = REFERENCE,
+        warmup_start: float | str = REFERENCE,
         decay: str = "constant",
         total_steps: int | None = None,
         final_fraction: float = 0.0,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from torch import nn
 
 from lightning_3d import BatchScaledLR, ConfigError
@@ -115,3 +116,10 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], said: str) -> N
     with pytest.raises(ConfigError) as refused:
         BatchScaledLR(optimizer(), **{"reference_batch_size": 8, **options})
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(("given", "start"), [("0.5", 0.5), ("0.0", 0.0), ("reference", "reference")])
+def test_a_warm_up_can_start_from_a_fraction_given_on_the_command_line(given: str, start: Any) -> None:
+    parser = ArgumentParser()
+    parser.add_class_arguments(BatchScaledLR, "it", skip={"optimizer"})
+    assert parser.parse_args(["--it.reference_batch_size=8", f"--it.warmup_start={given}"]).it.warmup_start == start
