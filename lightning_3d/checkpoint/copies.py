@@ -16,7 +16,7 @@ from lightning_3d.checkpoint.names import original_name
 from lightning_3d.checkpoint.parts import placed
 from lightning_3d.checkpoint.reader import Source
 from lightning_3d.checkpoint.state import MODEL, Entry, ModelState, model_entries, plain
-from lightning_3d.collectives import all_gather_object
+from lightning_3d.collectives import broadcast_object, gather_object
 from lightning_3d.mesh import Mesh
 from lightning_3d.placeholder import is_placeholder
 
@@ -43,10 +43,10 @@ class Copy:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a rank tells the others of a dict of tensors."""
+    """What a rank tells rank 0 of a dict of tensors."""
 
     is_copy: bool
-    names: tuple[str, ...]
+    names: frozenset[str]
     extra: Mapping[str, Any]
 
 
@@ -55,17 +55,26 @@ def find_copies(checkpoint: Mapping[str, Any], state: ModelState, mesh: Mesh) ->
     held = {name: tuple(plain(tensor).shape) for name, tensor in state.held}
     own = dict(_dicts_of_tensors(checkpoint))
     found = {path: _look_at(values, state, held) for path, values in own.items()}
-    everyone: list[dict[Path, _Found]] = all_gather_object(found, mesh.control_world)
+    # Rank 0 sums up what thousands of ranks say, and no other one holds it.
+    everyone: list[dict[Path, _Found]] | None = gather_object(found, mesh.control_world)
+    merged: dict[Path, _Found] = broadcast_object(_merged(everyone or []), mesh.control_world)
     copies = []
+    for path, report in merged.items():
+        values = {original_name(k): v for k, v in own.get(path, {}).items() if isinstance(v, Tensor)}
+        copies.append(Copy(path, values, tuple(name for name in state.keys if name in report.names), report.extra))
+    return copies
+
+
+def _merged(everyone: Sequence[Mapping[Path, _Found]]) -> dict[Path, _Found]:
+    """What all ranks together say of the dicts that are copies."""
+    merged = {}
     for path in dict.fromkeys(path for rank in everyone for path in rank):
         reports = [rank[path] for rank in everyone if path in rank]
-        if not all(report.is_copy for report in reports):
-            continue
-        names = {name for report in reports for name in report.names}
-        extra = {key: value for report in reversed(reports) for key, value in report.extra.items()}
-        values = {original_name(k): v for k, v in own.get(path, {}).items() if isinstance(v, Tensor)}
-        copies.append(Copy(path, values, tuple(name for name in state.keys if name in names), extra))
-    return copies
+        if all(report.is_copy for report in reports):
+            names = frozenset(name for report in reports for name in report.names)
+            extra = {key: value for report in reversed(reports) for key, value in report.extra.items()}
+            merged[path] = _Found(True, names, extra)
+    return merged
 
 
 def copy_entries(copies: Sequence[Copy], state: ModelState, mesh: Mesh) -> list[Entry]:
@@ -142,7 +151,7 @@ def _look_at(values: Mapping[str, Any], state: ModelState, held: Mapping[str, tu
         for name, value in tensors.items()
     )
     extra = {name: value for name, value in values.items() if not isinstance(value, Tensor)} if is_copy else {}
-    return _Found(is_copy, tuple(tensors), extra)
+    return _Found(is_copy, frozenset(tensors), extra)
 
 
 def _dicts_of_tensors(tree: Mapping[Any, Any], path: Path = ()) -> Iterator[tuple[Path, Mapping[str, Any]]]:

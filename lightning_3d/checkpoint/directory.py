@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.checkpoint.form import complaint
-from lightning_3d.checkpoint.integrity import share, verify
+from lightning_3d.checkpoint.integrity import refuse_foreign_link, share, verify
 from lightning_3d.checkpoint.leftovers import LINK, OLD, REMOVING, SAVING, claim, hidden, release, sweep
 from lightning_3d.errors import CheckpointError
 
@@ -87,8 +87,14 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def read_manifest(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
+def read_manifest(path: str | os.PathLike[str], rank: int = 0, size: int = 1) -> tuple[Path, Manifest]:
     """The directory to read and what its ``layout.json`` says.
+
+    Args:
+        path: A checkpoint.
+        rank: Of the files that it lists, the share of one of ``size`` ranks is looked at: thousands of ranks that ask
+            for thousands of files stop a file system.
+        size: Number of ranks that do so.
 
     Raises:
         CheckpointError: The directory is missing, foreign, unfinished, truncated or of a newer version.
@@ -126,12 +132,12 @@ def read_manifest(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {wrong}.")
     known = Manifest.__dataclass_fields__
     manifest = Manifest(**{key: value for key, value in content.items() if key in known})
-    sizes = {inside(folder, name): size for name, size in manifest.files.items()}
-    for file, size in sizes.items():
+    for name, num_bytes in [*manifest.files.items()][rank::size]:
+        file = inside(folder, name)
         actual = file.stat().st_size if file.is_file() else None
-        if actual != size:
+        if actual != num_bytes:
             found_text = "is missing" if actual is None else f"has {actual} bytes"
-            raise CheckpointError(f"{file} {found_text}, {size} bytes were written: the checkpoint is incomplete.")
+            raise CheckpointError(f"{file} {found_text}, {num_bytes} bytes were written: the checkpoint is incomplete.")
     return folder, manifest
 
 
@@ -179,12 +185,20 @@ def inside(folder: Path, name: str) -> Path:
     Raises:
         CheckpointError: ``name`` leads anywhere else, or is a link that does.
     """
+    file = named(folder, name)
+    refuse_foreign_link(file)
+    return file
+
+
+def named(folder: Path, name: str) -> Path:
+    """The file ``name`` directly in ``folder``; it is not looked at.
+
+    Raises:
+        CheckpointError: ``name`` leads anywhere else.
+    """
     if not isinstance(name, str) or not name or name in (".", "..") or name != os.path.basename(name) or "\\" in name:
         raise CheckpointError(f"{folder} names the file {name!r}, which is outside of the checkpoint: not read.")
-    file = folder / name
-    if file.is_symlink() and file.resolve().parent != folder.resolve():
-        raise CheckpointError(f"{file} is a link to {file.resolve()}, which is outside of the checkpoint: not read.")
-    return file
+    return folder / name
 
 
 def located(path: str | os.PathLike[str]) -> Path:
@@ -246,10 +260,7 @@ def discard(path: Path) -> None:
 def publish(path: Path) -> None:
     """Put the finished staging directory in the place of ``path``; what was there is deleted afterwards."""
     folder = staging(path)
-    for entry in folder.iterdir():
-        if entry.is_file():
-            _sync(entry)
-    _sync(folder)
+    _sync(folder)  # who wrote a file has brought it to the disk
     if not path.exists() and not path.is_symlink():
         os.rename(folder, path)
     elif _exchange(folder, path):

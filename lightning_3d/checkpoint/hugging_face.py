@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_3d.checkpoint.directory import read_json, write_file
+from lightning_3d.checkpoint.directory import read_json
 from lightning_3d.checkpoint.names import original_name, state_dict_keys
 from lightning_3d.errors import CheckpointError
 
@@ -57,10 +57,10 @@ def describe(module: nn.Module) -> list[Description]:
     return [_describe(name, child) for name, child in _outermost(module)]
 
 
-def write_descriptions(folder: Path, module: nn.Module | None) -> None:
-    """Keep what :func:`describe` says in ``folder``, if there is anything to say."""
+def described_in_file(module: nn.Module | None) -> dict[str, bytes]:
+    """What :func:`describe` says, as the file of a checkpoint that keeps it; empty if there is nothing to say."""
     if module is None or "transformers" not in sys.modules:
-        return
+        return {}
     try:
         text = json.dumps([asdict(each) for each in describe(module)], indent=1)
     except Exception as error:  # a checkpoint must not fail because of what only an export needs
@@ -68,14 +68,12 @@ def write_descriptions(folder: Path, module: nn.Module | None) -> None:
             f"The configuration of the Hugging Face model is not part of the checkpoint ({type(error).__name__}:"
             f" {error}). Training goes on from it all the same; to export it, hand the model to export_hugging_face."
         )
-        return
-    if text != "[]":
-        content = f'{{"models": {text}}}'
-        write_file(folder / FILE, lambda path: path.write_text(content, encoding="utf-8"))
+        return {}
+    return {} if text == "[]" else {FILE: f'{{"models": {text}}}'.encode()}
 
 
 def read_descriptions(folder: Path) -> list[Description]:
-    """What :func:`write_descriptions` has kept; nothing where there is no such file.
+    """What the file of :func:`described_in_file` says; nothing where there is none.
 
     Raises:
         CheckpointError: The file is damaged.

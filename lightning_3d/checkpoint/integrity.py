@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import TypeVar
 from lightning_3d.errors import CheckpointError
 
 T = TypeVar("T")
+Facts = tuple[int, int]
+"""Size in bytes and CRC-32 of a file."""
 
 _BLOCK = 1 << 22
 """Bytes that are read at a time."""
@@ -27,6 +30,11 @@ def checksum(file: Path, start: int = 0, length: int | None = None) -> int:
     return crc
 
 
+def facts_of(file: Path) -> Facts:
+    """What is noted of a file that was written, as it lies on the disk now."""
+    return file.stat().st_size, checksum(file)
+
+
 def verify(file: Path, expected: object, start: int = 0, length: int | None = None, what: str = "") -> None:
     """Compare bytes of a file with the checksum that was written with them.
 
@@ -38,8 +46,9 @@ def verify(file: Path, expected: object, start: int = 0, length: int | None = No
         what: What these bytes hold, for the message.
 
     Raises:
-        CheckpointError: They differ, or cannot be read.
+        CheckpointError: They differ, cannot be read, or lie outside of the checkpoint.
     """
+    refuse_foreign_link(file)
     try:
         found = checksum(file, start, length)
     except OSError as error:
@@ -52,6 +61,16 @@ def verify(file: Path, expected: object, start: int = 0, length: int | None = No
         )
 
 
+def refuse_foreign_link(file: Path) -> None:
+    """Look whether a file of a checkpoint is in truth another one.
+
+    Raises:
+        CheckpointError: It is a link out of its directory.
+    """
+    if file.is_symlink() and file.resolve().parent != file.parent.resolve():
+        raise CheckpointError(f"{file} is a link to {file.resolve()}, which is outside of the checkpoint: not read.")
+
+
 def share(items: Iterable[tuple[T, int]], rank: int, size: int) -> Sequence[T]:
     """What ``rank`` of ``size`` ranks checks, so that every item is checked once and all read about as much.
 
@@ -60,11 +79,11 @@ def share(items: Iterable[tuple[T, int]], rank: int, size: int) -> Sequence[T]:
         rank: Which rank.
         size: Number of ranks.
     """
-    load = [0] * size
+    load = [(0, other) for other in range(size)]
     own = []
     for item, num_bytes in sorted(items, key=lambda pair: -pair[1]):
-        least = load.index(min(load))
-        load[least] += num_bytes
-        if least == rank:
+        least, other = load[0]
+        heapq.heapreplace(load, (least + num_bytes, other))
+        if other == rank:
             own.append(item)
     return own

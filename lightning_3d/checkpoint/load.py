@@ -48,8 +48,8 @@ def read(path: str | os.PathLike[str], mesh: Mesh, weights_only: bool | None = N
     Raises:
         CheckpointError: On every rank, with file and reason.
     """
-    together(mesh, f"Loading {path}", lambda: _verify(path, mesh))
-    return together(mesh, f"Loading {path}", lambda: _read(path, mesh, weights_only))
+    opened = together(mesh, f"Loading {path}", lambda: _open(path, mesh))
+    return together(mesh, f"Loading {path}", lambda: _read(path, opened, mesh, weights_only))
 
 
 def load_model(values: Mapping[str, Any], state: ModelState, mesh: Mesh, strict: bool = True) -> None:
@@ -110,20 +110,29 @@ def torch_load(file: Path, weights_only: bool | None) -> Any:
         raise CheckpointError(f"{file} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def _verify(path: str | os.PathLike[str], mesh: Mesh) -> None:
-    """Check this rank's share of the bytes, before any rank uses any of them."""
+_Opened = tuple[Path, Manifest, Mapping[str, StoredTensor]]
+
+
+def _open(path: str | os.PathLike[str], mesh: Mesh) -> _Opened | None:
+    """What describes a directory, this rank's share of its bytes checked; None for a file.
+
+    After all ranks have done so, any of them may use any of the bytes.
+    """
     if local_path(path).is_file():
-        return
-    folder, manifest = read_manifest(path)
+        return None
+    folder, manifest = read_manifest(path, mesh.rank, mesh.world.size)
     verify_files(folder, manifest, mesh.rank, mesh.world.size)
-    verify_tensors(read_index(folder), mesh.rank, mesh.world.size)
-
-
-def _read(path: str | os.PathLike[str], mesh: Mesh, weights_only: bool | None) -> dict[str, Any]:
-    if local_path(path).is_file():
-        return read_stock(local_path(path), weights_only)
-    folder, manifest = read_manifest(path)
     index = read_index(folder)
+    verify_tensors(index, mesh.rank, mesh.world.size)
+    return folder, manifest, index
+
+
+def _read(
+    path: str | os.PathLike[str], opened: _Opened | None, mesh: Mesh, weights_only: bool | None
+) -> dict[str, Any]:
+    if opened is None:
+        return read_stock(local_path(path), weights_only)
+    folder, manifest, index = opened
     checkpoint: dict[str, Any] = torch_load(folder / TRAINER, weights_only)
     if HYPER_PARAMETERS in manifest.files:
         checkpoint.update(_hyper_parameters(folder / HYPER_PARAMETERS, weights_only))
@@ -219,8 +228,9 @@ def _load_model(values: Mapping[str, Any], state: ModelState, mesh: Mesh, strict
         # Where names that are one parameter here have several entries, the last one counts, as it does in torch.
         return next((values[key] for key in (*reversed(aliases.get(first, [])), first) if key in values), None)
 
+    known = set(state.keys)
     missing = [key for key in state.keys if source_of(key) is None]
-    unexpected = [key for key in values if key not in set(state.keys)]
+    unexpected = [key for key in values if key not in known]
     if strict and (missing or unexpected):
         texts = [f"the checkpoint lacks {listed(missing)}"] if missing else []
         texts += [f"the model lacks {listed(unexpected)}"] if unexpected else []
@@ -237,5 +247,5 @@ def _load_model(values: Mapping[str, Any], state: ModelState, mesh: Mesh, strict
     for entry, source in parts:
         fill(entry, source)
     for key, value in values.items():
-        if key in state.keys and not isinstance(value, Source):
+        if key in known and not isinstance(value, Source):
             _set_extra_state(key, value, state)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import struct
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_3d.checkpoint.directory import INDEX, inside, read_json
+from lightning_3d.checkpoint.directory import INDEX, named, read_json
 from lightning_3d.checkpoint.integrity import share, verify
 from lightning_3d.checkpoint.layout import box, overlap
 from lightning_3d.checkpoint.state import Entry, plain
@@ -136,20 +137,22 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
         CheckpointError: The index is damaged.
     """
     content = read_json(folder / INDEX)
+    # Many pieces lie in one file. Links are found when the bytes are compared with their checksums.
+    place = functools.cache(functools.partial(named, folder))
     try:
-        return {key: _stored(folder, key, entry) for key, entry in content["tensors"].items()}
+        return {key: _stored(folder, key, entry, place) for key, entry in content["tensors"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{folder / INDEX} is damaged: {type(error).__name__} {error}.") from error
 
 
-def _stored(folder: Path, key: str, entry: Mapping[str, Any]) -> StoredTensor:
+def _stored(folder: Path, key: str, entry: Mapping[str, Any], place: Callable[[str], Path]) -> StoredTensor:
     dtype = getattr(torch, entry["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{folder / INDEX}: {key!r} has the type {entry['dtype']!r}, which torch does not know.")
-    chunks = []
-    for offsets, sizes, file, start, length, crc in entry["chunks"]:
-        place = (inside(folder, file), int(start), int(length), int(crc))
-        chunks.append(StoredChunk(tuple(offsets), tuple(sizes), *place))
+    chunks = [
+        StoredChunk(tuple(offsets), tuple(sizes), place(file), int(start), int(length), int(crc))
+        for offsets, sizes, file, start, length, crc in entry["chunks"]
+    ]
     return StoredTensor(key, torch.Size(entry["shape"]), dtype, tuple(chunks))
 
 

@@ -14,9 +14,9 @@ import torch
 from lightning_3d.checkpoint import directory
 from lightning_3d.checkpoint.agreement import together
 from lightning_3d.checkpoint.copies import copy_entries, copy_key, find_copies, without_tensors
-from lightning_3d.checkpoint.directory import HYPER_PARAMETERS, TENSORS, TRAINER, Manifest, rank_file, write_file
-from lightning_3d.checkpoint.hugging_face import write_descriptions
-from lightning_3d.checkpoint.integrity import checksum
+from lightning_3d.checkpoint.directory import HYPER_PARAMETERS, TRAINER, Manifest, rank_file, write_file
+from lightning_3d.checkpoint.hugging_face import described_in_file
+from lightning_3d.checkpoint.integrity import Facts, facts_of
 from lightning_3d.checkpoint.names import by_original_name, listed
 from lightning_3d.checkpoint.options import encode_options
 from lightning_3d.checkpoint.state import (
@@ -29,7 +29,7 @@ from lightning_3d.checkpoint.state import (
     optimizer_parts,
 )
 from lightning_3d.checkpoint.writer import write_tensors
-from lightning_3d.collectives import all_gather_object, broadcast_object
+from lightning_3d.collectives import broadcast_object, gather_object
 from lightning_3d.errors import CheckpointError
 from lightning_3d.mesh import Mesh
 
@@ -76,8 +76,8 @@ class Content:
     """Its tensors, still those that training changes."""
     files: Mapping[str, Any]
     """What else it writes, by file name: bytes, or what ``torch.save`` takes."""
-    finish: Callable[[Path], None]
-    """On rank 0, once all is written into a directory: write the manifest."""
+    finish: Callable[[Path, Mapping[str, Facts]], None]
+    """On rank 0, once all is written into a directory: write the manifest, which has the facts of all files."""
 
 
 def agreed_path(path: str | os.PathLike[str], mesh: Mesh) -> Path:
@@ -100,11 +100,13 @@ def write(target: Path, content: Content, mesh: Mesh) -> None:
     try:
         together(mesh, f"Saving to {target}", lambda: _check_shared(folder, mesh))
         write_tensors(folder, content.entries, mesh)
-        together(mesh, f"Saving to {target}", lambda: _write_files(folder, content.files))
+        written = together(mesh, f"Saving to {target}", lambda: _write_files(folder, content.files))
+        # From those who wrote them: asking a file system that many nodes share for thousands of files takes minutes.
+        everyone = gather_object(written, mesh.control_world) or []
 
         def publish() -> None:
             if mesh.rank == 0:
-                content.finish(folder)
+                content.finish(folder, {name: facts for rank in everyone for name, facts in rank.items()})
                 directory.publish(target)
 
         together(mesh, f"Saving to {target}", publish)
@@ -134,7 +136,7 @@ def gather(checkpoint: Mapping[str, Any], state: ModelState, mesh: Mesh, rank_st
     copies = find_copies(checkpoint, state, mesh)
     entries += together(mesh, "Saving copies of the model", lambda: copy_entries(copies, state, mesh))
     entries += [entry for part in parts for entry in part.entries]
-    notes: Sequence[_Notes] = all_gather_object(_notes(checkpoint, values, parts, state), mesh.control_world)
+    notes = gather_object(_notes(checkpoint, values, parts, state), mesh.control_world) or []
     extra = {key: value for note in reversed(notes) for key, value in note.extra.items()}
     files = _rank_file(parts, mesh, rank_state)
 
@@ -143,6 +145,7 @@ def gather(checkpoint: Mapping[str, Any], state: ModelState, mesh: Mesh, rank_st
             return []
         groups, other_options = _groups(checkpoint, state)
         files.update(_trainer_files(without_tensors(checkpoint, copies), extra, other_options))
+        files.update(described_in_file(state.module))
         return groups
 
     groups = together(mesh, "Saving", of_rank_zero)
@@ -157,26 +160,30 @@ def gather(checkpoint: Mapping[str, Any], state: ModelState, mesh: Mesh, rank_st
     epoch, global_step = int(checkpoint.get("epoch", 0)), int(checkpoint.get("global_step", 0))
     described = [(copy.path, copy.names) for copy in copies]
 
-    def finish(folder: Path) -> None:
-        write_descriptions(folder, state.module)
-        written = _written(folder)
-        paths = sorted(folder.iterdir())
+    def finish(folder: Path, written: Mapping[str, Facts]) -> None:
+        tensors = directory.read_json(folder / directory.INDEX)["tensors"]
+        sizes = _tensor_files(tensors)
+        rest = {
+            name: facts_of(folder / name) for name in os.listdir(folder) if name not in sizes and name not in written
+        }
+        others = {**rest, **written}
+        sizes.update({name: size for name, (size, _) in others.items()})
         Manifest(
             layout={"pp": mesh.pp.size, "dp": mesh.dp.size, "tp": mesh.tp.size, **state.layout},
             epoch=epoch,
             global_step=global_step,
-            keys=_keys(notes, state, {*extra, *_model_names(written)}),
+            keys=_keys(notes, state, {*extra, *_model_names(tensors)}),
             ties=dict(state.ties),
             optimizers=optimizers,
             copies=[
                 {
                     "path": list(path),
-                    "keys": [name for name in names if copy_key(number, state.first_name(name)) in written],
+                    "keys": [name for name in names if copy_key(number, state.first_name(name)) in tensors],
                 }
                 for number, (path, names) in enumerate(described)
             ],
-            files={file.name: file.stat().st_size for file in paths},
-            checksums={file.name: checksum(file) for file in paths if file.suffix != TENSORS},
+            files=dict(sorted(sizes.items())),
+            checksums={name: crc for name, (_, crc) in sorted(others.items())},
             written_by={"lightning_3d": _version(), "torch": str(torch.__version__)},
         ).write(folder)
 
@@ -220,9 +227,13 @@ def _keys(notes: Sequence[_Notes], state: ModelState, written: set[str]) -> list
     return list(dict.fromkeys([*keys, *(key for note in notes for key in note.added)]))
 
 
-def _written(folder: Path) -> set[str]:
-    """Keys of all tensors that were written."""
-    return set(directory.read_json(folder / directory.INDEX)["tensors"])
+def _tensor_files(tensors: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of every file that the index knows."""
+    sizes: dict[str, int] = {}
+    for tensor in tensors.values():
+        for _, _, file, start, length, _ in tensor["chunks"]:
+            sizes[file] = max(sizes.get(file, 0), start + length)
+    return sizes
 
 
 def _model_names(keys: Iterable[str]) -> set[str]:
@@ -295,7 +306,8 @@ def _trainer_files(
     return {**({HYPER_PARAMETERS: hyper_parameters} if hyper_parameters else {}), TRAINER: rest}
 
 
-def _write_files(folder: Path, files: Mapping[str, Any]) -> None:
+def _write_files(folder: Path, files: Mapping[str, Any]) -> dict[str, Facts]:
+    written = {}
     for name, content in files.items():
 
         def put(file: Path, content: Any = content) -> None:
@@ -305,3 +317,5 @@ def _write_files(folder: Path, files: Mapping[str, Any]) -> None:
                 torch.save(content, file)
 
         write_file(folder / name, put)
+        written[name] = facts_of(folder / name)
+    return written

@@ -87,6 +87,7 @@ def _objects(rank: int, world_size: int) -> None:
     axis = _axis(world_size)
     assert collectives.broadcast_object({"from": rank}, axis, 1) == {"from": 1}
     assert collectives.all_gather_object(rank, axis) == list(range(world_size))
+    assert collectives.gather_object(rank, axis) == (list(range(world_size)) if rank == 0 else None)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -105,7 +106,7 @@ def test_an_axis_of_one_sends_nothing() -> None:
     assert collectives.all_to_all(tensor, axis) is tensor
     assert collectives.broadcast(tensor, axis) is tensor
     assert collectives.broadcast_object("x", axis) == "x"
-    assert collectives.all_gather_object("x", axis) == ["x"]
+    assert collectives.all_gather_object("x", axis) == collectives.gather_object("x", axis) == ["x"]
 
 
 def test_chunks_are_those_of_torch() -> None:

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lightning_3d.checkpoint import (
     ModelState,
     consolidate,
     directory,
+    gather,
     is_checkpoint,
     load,
     original_name,
@@ -33,8 +35,9 @@ from lightning_3d.checkpoint import (
     to_lightning,
     write_lightning,
 )
-from lightning_3d.checkpoint.integrity import checksum
+from lightning_3d.checkpoint.integrity import checksum, share
 from lightning_3d.checkpoint.options import decode_options, encode_options
+from lightning_3d.checkpoint.reader import read_index
 from lightning_3d.checkpoint.writer import share_out
 from lightning_3d.config import Sizes
 from lightning_3d.errors import CheckpointError
@@ -471,6 +474,41 @@ def test_pieces_are_shared_out_evenly():
     holders = [{("a", (0,)): 8, ("b", (0,)): 4}, {("a", (0,)): 8, ("c", (0,)): 8}, {("a", (0,)): 8}]
     assert share_out(holders) == {("b", (0,)): 0, ("c", (0,)): 1, ("a", (0,)): 2}
     assert share_out(holders, prefer=0)[("a", (0,))] == 0
+
+
+def test_ranks_look_at_their_share_of_the_files_only(saved, monkeypatch):
+    names = json.loads((saved / "layout.json").read_text())["files"]
+    looked: list[str] = []
+    original = Path.is_file
+    monkeypatch.setattr(Path, "is_file", lambda path: (looked.append(path.name), original(path))[1])
+    monkeypatch.setattr(Path, "is_symlink", lambda path: bool(looked.append(path.name)))
+    for rank in range(4):
+        directory.read_manifest(saved, rank, 4)
+    assert {name: looked.count(name) for name in names} == dict.fromkeys(names, 2)
+    looked.clear()
+    assert len(read_index(saved)) > 10
+    assert not looked  # a stored tensor is looked at by who reads it
+
+
+def test_thousands_of_ranks_share_many_pieces_out_at_once():
+    items = [(place, 1 + place * 7919 % 1000) for place in range(20_000)]
+    begin = time.perf_counter()
+    shares = [share(items, rank, 8192) for rank in (0, 8191)]
+    assert time.perf_counter() - begin < 5.0
+    assert all(shares) and not set(shares[0]) & set(shares[1])
+    assert sorted(item for rank in range(7) for item in share(items[:50], rank, 7)) == list(range(50))
+
+
+def test_files_of_other_ranks_are_not_read_again(tmp_path):
+    """What a rank says of a file is what the manifest says: nobody asks thousands of them."""
+    content = gather({"optimizer_states": []}, state_of(nn.Linear(2, 2)), MESH)
+    save(tmp_path / "c", {}, state_of(nn.Linear(2, 2)), MESH)
+    content.finish(tmp_path / "c", {"rank_00007.pt": (5, 6), "layout.json": (0, 0)})
+    manifest = json.loads((tmp_path / "c" / "layout.json").read_text())
+    assert (manifest["files"]["rank_00007.pt"], manifest["checksums"]["rank_00007.pt"]) == (5, 6)
+    sizes = {file.name: file.stat().st_size for file in (tmp_path / "c").iterdir() if file.name != "layout.json"}
+    assert {name: manifest["files"][name] for name in sizes} == sizes
+    assert {name for name in manifest["files"] if name not in manifest["checksums"]} == {"__0_0.distcp"}
 
 
 MEMORY = """

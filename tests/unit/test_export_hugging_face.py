@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import nn
 
 from lightning_3d.checkpoint import export_hugging_face
-from lightning_3d.checkpoint.hugging_face import describe, read_descriptions, write_descriptions
+from lightning_3d.checkpoint.hugging_face import FILE, describe, described_in_file, read_descriptions
 from lightning_3d.checkpoint.safetensors_file import NAMES, write_safetensors
 from lightning_3d.cli import main
 from lightning_3d.errors import CheckpointError, ConfigError
@@ -133,13 +133,12 @@ def test_an_export_replaces_the_shards_of_an_earlier_one(tmp_path: Path) -> None
 
 def test_what_a_checkpoint_says_of_its_models(tmp_path: Path) -> None:
     adapted = Wrapper(lora(tied_llama()))
-    write_descriptions(tmp_path, adapted)
+    (tmp_path / FILE).write_bytes(described_in_file(adapted)[FILE])
     (found,) = read_descriptions(tmp_path)
     assert [found] == describe(adapted)
     assert (found.name, found.base) == ("inner.model", "inner.model.base_model.model")
     assert set(found.adapters) == {"default"}
-    write_descriptions(tmp_path / "none", nn.Linear(2, 2))
-    assert not (tmp_path / "none").exists()
+    assert not described_in_file(nn.Linear(2, 2))
     (tmp_path / "hugging_face.json").write_text('{"models": [{}]}')
     with pytest.raises(CheckpointError, match="damaged"):
         read_descriptions(tmp_path)
