@@ -57,7 +57,7 @@ class BackgroundSaves:
     def __init__(self, mesh: Mesh, side: Mesh) -> None:
         self._mesh = mesh
         self._side = side
-        self._copies = HostCopies(mesh.device)
+        self._copies = HostCopies()
         self._flight: _Flight | None = None
 
     @property
@@ -166,14 +166,17 @@ class BackgroundSaves:
         while flight.thread.is_alive() and (end is None or time.monotonic() < end):
             flight.thread.join(_LOOK_S)
 
-    def _freeze(self, content: Content) -> tuple[Content, Callable[[], None]]:
+    def _freeze(self, content: Content) -> tuple[Content, Callable[[], object]]:
         """``content`` as bytes and copies, which training does not change."""
         files = {name: _as_bytes(what) for name, what in content.files.items()}
         entries, ready = self._copies.take(content.entries)
         return replace(content, entries=entries, files=files), ready
 
-    def _fly(self, flight: _Flight, content: Content, ready: Callable[[], None]) -> None:
+    def _fly(self, flight: _Flight, content: Content, ready: Callable[[], object]) -> None:
         try:
+            if self._mesh.device.type == "cuda":
+                # A thread begins on the first GPU, where the threads of all ranks of the node would take memory.
+                torch.cuda.set_device(self._mesh.device)
             ready()
             write(flight.target, content, self._side)
             while True:

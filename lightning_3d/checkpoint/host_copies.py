@@ -12,39 +12,29 @@ from lightning_3d.checkpoint.state import Entry
 
 
 class HostCopies:
-    """Memory for the copies of one save, kept for the next one: pinned where the tensors live on a GPU.
+    """Memory for the copies of one save, kept for the next one: pinned where the tensors live on a GPU."""
 
-    Args:
-        device: Where the tensors of training live.
-    """
-
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def take(self, entries: Sequence[Entry]) -> tuple[list[Entry], Callable[[], None]]:
+    def take(self, entries: Sequence[Entry]) -> tuple[list[Entry], Callable[[], object]]:
         """Copy the tensors of ``entries``; the copies of an earlier call are overwritten.
 
-        On a GPU the host waits for nothing: the copies run on a stream of their own, and what training launches from
-        now on comes after them.
+        On a GPU the host waits for nothing: the copies are queued behind what training has launched, and what it
+        launches from now on, which may change any of these tensors, comes after them.
 
         Returns:
             The entries with copies in the place of their tensors, and a function that waits until these are complete.
         """
-        buffers = {entry.key: self._buffer(entry) for entry in entries}
-        self._buffers = buffers
-        copied = [replace(entry, tensor=buffers[entry.key]) for entry in entries]
-        if self._stream is None:
-            for entry in entries:
-                buffers[entry.key].copy_(entry.tensor)
+        self._buffers = {entry.key: self._buffer(entry) for entry in entries}
+        for entry in entries:
+            self._buffers[entry.key].copy_(entry.tensor, non_blocking=True)
+        copied = [replace(entry, tensor=self._buffers[entry.key]) for entry in entries]
+        gpu = next((entry.tensor.device for entry in entries if entry.tensor.is_cuda), None)
+        if gpu is None:
             return copied, lambda: None
-        training = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(training)
-        with torch.cuda.stream(self._stream):
-            for entry in entries:
-                buffers[entry.key].copy_(entry.tensor, non_blocking=True)
-            done = self._stream.record_event()
-        training.wait_event(done)
+        done = torch.cuda.Event(blocking=True)  # who waits sleeps: the cores are training's
+        done.record(torch.cuda.current_stream(gpu))
         return copied, done.synchronize
 
     def _buffer(self, entry: Entry) -> Tensor:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import time
 from pathlib import Path
 
 SAVING = ".saving"
@@ -18,6 +19,8 @@ LINK = ".link"
 OLD = ".old"
 """Suffix of a checkpoint that is being replaced, where two paths cannot be swapped."""
 _OWNER = ".owner"
+_LONGEST_S = 24 * 3600.0
+"""No save takes longer: of one that began earlier on another machine, nobody is at work any more."""
 _OURS = (".distcp", ".pt", ".json", ".metadata")
 
 
@@ -40,7 +43,8 @@ def release(path: Path) -> None:
 def sweep(folder: Path) -> None:
     """Delete what killed saves and removals have left in ``folder``; what cannot be deleted stays.
 
-    A save under way is left alone: its process is alive, or runs on another machine, where nobody here can tell.
+    A save under way is left alone: its process is alive, or runs on another machine, where nobody here can tell, and
+    began less than a day ago.
     """
     for entry in list(folder.iterdir()):
         name, suffix = os.path.splitext(entry.name)
@@ -71,12 +75,16 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _under_way(path: Path) -> bool:
+    note = hidden(path, _OWNER)
     try:
-        owner = json.loads(hidden(path, _OWNER).read_text(encoding="utf-8"))
+        owner = json.loads(note.read_text(encoding="utf-8"))
         host, pid, started = owner["host"], owner["pid"], owner["started"]
+        age_s = time.time() - note.stat().st_mtime
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return host != socket.gethostname() or (started is not None and _started(pid) == started)
+    if host != socket.gethostname():
+        return age_s < _LONGEST_S
+    return started is not None and _started(pid) == started
 
 
 def _started(pid: int) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -39,6 +40,9 @@ from lightning_3d.mesh import Mesh, where
 
 Piece = tuple[str, tuple[int, ...]]
 """A key and the offsets of a chunk: what two ranks must agree on to hold the same piece."""
+
+_COPY_AHEAD = 10_000_000
+"""Bytes that are on their way from a GPU while others are written."""
 
 
 def write_tensors(folder: Path, entries: Sequence[Entry], mesh: Mesh) -> None:
@@ -78,16 +82,18 @@ def share_out(holders: Sequence[Mapping[Piece, int]], prefer: int | None = None)
 
 
 def _write(folder: Path, entries: Sequence[Entry], mesh: Mesh) -> None:
+    alone = mesh.world.size == 1
     try:
-        with warnings.catch_warnings():
-            # A world of one without a process group is meant.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        # A world of one without a process group is meant. Only then: filters are those of all threads.
+        with warnings.catch_warnings() if alone else contextlib.nullcontext():
+            if alone:
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(
                 {},
-                storage_writer=_IndexedWriter(folder),
+                storage_writer=_IndexedWriter(folder, on_gpu=any(entry.tensor.is_cuda for entry in entries)),
                 planner=_ChunkPlanner(entries),
                 process_group=mesh.control_world.group,
-                no_dist=mesh.world.size == 1,
+                no_dist=alone,
             )
     except CheckpointException as error:
         # DCP raises the failures of all ranks on every rank.
@@ -214,14 +220,20 @@ class _Checked(WriteResult):
 class _IndexedWriter(dcp.FileSystemWriter):
     """DCP's files, and beside its pickled metadata an index in JSON: the one that is read."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, single_file_per_rank=True, sync_files=True, overwrite=False)
+    def __init__(self, folder: Path, on_gpu: bool) -> None:
+        # Copying ahead waits for all that the GPU was given so far, once for every piece: in the background that is the
+        # steps of training, and copies that lie in host memory gain nothing from it.
+        ahead = _COPY_AHEAD if on_gpu else 0
+        super().__init__(
+            folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=ahead, overwrite=False
+        )
         self._folder = folder
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         done: Future[list[WriteResult]] = Future()
-        done.set_result([self._checked(result) for result in super().write_data(plan, planner).wait()])
+        results = super().write_data(plan, planner).wait() if plan.items else []  # no file without content
+        done.set_result([self._checked(result) for result in results])
         return done
 
     def _checked(self, result: WriteResult) -> WriteResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import filesystem
 
 from lightning_3d.checkpoint import (
     BackgroundSaves,
@@ -24,6 +26,7 @@ from lightning_3d.checkpoint import (
     ModelState,
     directory,
     gather,
+    hugging_face,
     leftovers,
     link,
     links_to,
@@ -200,6 +203,8 @@ def test_leftovers_are_cleared_but_neither_saves_under_way_nor_what_others_put_t
     own = json.loads((tmp_path / ".own.owner").read_text())
     leave("alive", own)
     leave("elsewhere", {**own, "host": "another"})
+    leave("long ago", {**own, "host": "another"})
+    os.utime(tmp_path / ".long ago.owner", (0, 0))
     leave("killed", {**own, "started": "0"})
     leave("unclaimed", None)
     leave("foreign", None, "thesis.tex")
@@ -256,3 +261,41 @@ def test_a_failure_in_the_background_is_raised_once_and_removes_nothing(tmp_path
     saving.delete(tmp_path / "one")
     saving.wait()
     assert [entry.name for entry in tmp_path.iterdir()] == ["three"] and step_of(tmp_path / "three") == 3
+
+
+def test_the_thread_of_a_background_save_works_on_the_device_of_its_rank(tmp_path: Path, monkeypatch: Any) -> None:
+    """A new thread begins on the first GPU, where the threads of all ranks of a node would take memory."""
+    saves = BackgroundSaves(MESH, MESH)
+    saves._mesh = dataclasses.replace(MESH, device=torch.device("cuda", 3))
+    chosen: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, device))
+    )
+    saves.start(tmp_path / "c", gather(*state_at(1), MESH))
+    saves.wait()
+    assert chosen == [("lightning-3d-save", torch.device("cuda", 3))] and step_of(tmp_path / "c") == 1
+
+
+def test_copies_in_host_memory_are_not_waited_for_on_a_gpu(tmp_path: Path, monkeypatch: Any) -> None:
+    """DCP would wait for all that the GPU was given, once for every piece; in the background that is training."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", None)
+    save(tmp_path / "c", *state_at(1), MESH)
+    assert step_of(tmp_path / "c") == 1
+
+
+def test_what_is_said_of_the_model_is_said_when_the_save_begins(tmp_path: Path, monkeypatch: Any) -> None:
+    """Asked for later, from the thread, a sharded model would free what a training step computes with."""
+    asked: list[str] = []
+
+    def describe(module: nn.Module) -> list[Any]:
+        asked.append(threading.current_thread().name)
+        return []
+
+    monkeypatch.setattr(hugging_face, "describe", describe)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace())
+    checkpoint, state = state_at(1)
+    saves = BackgroundSaves(MESH, MESH)
+    saves.start(tmp_path / "c", gather(checkpoint, dataclasses.replace(state, module=nn.Linear(1, 1)), MESH))
+    saves.wait()
+    assert asked == [threading.main_thread().name]
