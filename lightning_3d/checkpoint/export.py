@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.checkpoint.directory import TRAINER, local_path, read_manifest, write_file
+from lightning_3d.checkpoint.directory import TRAINER, local_path, read_manifest, verify_files, write_file
 from lightning_3d.checkpoint.hugging_face import Adapter, Description, describe, read_descriptions
 from lightning_3d.checkpoint.load import stored_state_dict, torch_load
 from lightning_3d.checkpoint.names import by_original_name, listed
@@ -122,6 +122,7 @@ def _read(
         values: Mapping[str, Any] = by_original_name(state, "entries of the state dict")
     else:
         folder, manifest = read_manifest(path)
+        verify_files(folder, manifest)
         extra = torch_load(folder / TRAINER, weights_only).get(EXTRA_STATE, {})
         values = stored_state_dict(folder, manifest, read_index(folder), extra)
         described = given or read_descriptions(folder)

@@ -13,12 +13,13 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 
-from lightning_3d.checkpoint import export_hugging_face
+from lightning_3d.checkpoint import export_hugging_face, save
 from lightning_3d.checkpoint.hugging_face import FILE, describe, described_in_file, read_descriptions
 from lightning_3d.checkpoint.safetensors_file import NAMES, write_safetensors
 from lightning_3d.cli import main
 from lightning_3d.errors import CheckpointError, ConfigError
 from tests.dist.hugging_face_modules import adapted, lora, silence, tiny_llama
+from tests.unit.test_checkpoint import MESH, state_of
 
 SMALL: dict[str, Any] = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -178,6 +179,19 @@ def test_what_peft_computes_is_refused(tmp_path: Path) -> None:
     model = get_peft_model(tied_llama(), config)
     with pytest.raises(ConfigError, match="save_pretrained"):
         export_hugging_face(saved(model, tmp_path / "x.ckpt"), tmp_path / "hf", model=model)
+
+
+def test_an_index_that_has_changed_since_it_was_written_is_not_followed(tmp_path: Path) -> None:
+    """Two weights of one shape that are exchanged in it have bytes that fit their checksums."""
+    model = tied_llama()
+    save(tmp_path / "c", {}, state_of(model), MESH)
+    file = tmp_path / "c" / "tensors.json"
+    one, other = (f'"model.model.layers.0.self_attn.{which}_proj.weight"' for which in "kv")
+    text = file.read_text()
+    file.write_text(text.replace(one, "$").replace(other, one).replace("$", other))
+    assert len(file.read_text()) == len(text) and file.read_text() != text
+    with pytest.raises(CheckpointError, match=r"tensors\.json is damaged"):
+        export_hugging_face(tmp_path / "c", tmp_path / "hf", model=model)
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
