@@ -87,10 +87,6 @@ def _write(content: Any, file: Path) -> None:
             _record(archive, f"data/{number}", as_bytes(tensor.cpu()).numpy().data)
 
 
-def _bytes_of(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage.cpu())
-
-
 def _record(archive: zipfile.ZipFile, name: str, data: bytes | memoryview) -> None:
     entry = zipfile.ZipInfo(f"archive/{name}")
     large = len(data) >= zipfile.ZIP64_LIMIT
