@@ -94,6 +94,9 @@ class StepEvents:
 
 Listener = Callable[[StepEvents], None]
 
+MODES = ("train", "validation", "test", "predict")
+"""Loops that a step may belong to."""
+
 
 class Clock(Protocol):
     """Makes marks in time, and tells later how far they are apart."""
@@ -314,9 +317,7 @@ class EventSource:
         """Call it no more. Steps whose times are not known yet are dropped with the last listener."""
         self._listeners.pop(listener, None)
         if not self._listeners:
-            self._open = self._aside = self._last = None
-            self._closed.clear()
-            self.is_recording = False
+            self.abandon()
 
     # --- sites -----------------------------------------------------------------------------------------------------
 
@@ -389,6 +390,12 @@ class EventSource:
             for mark in _marks(record):
                 self._clock.wait(mark)
         self._tell()
+
+    def abandon(self) -> None:
+        """A run is over, maybe by an error: forget a step that has not ended, or the next run seems to go on with it."""
+        self._open = self._aside = self._last = None
+        self._closed.clear()
+        self.is_recording = False
 
     # --- what is known ---------------------------------------------------------------------------------------------
 

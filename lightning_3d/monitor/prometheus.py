@@ -196,10 +196,16 @@ class ThreeDPrometheus(Callback):
         if path is None and log_folder is not None:
             path = log_folder / TARGETS
         if trainer.is_global_zero and path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
             whole = path.with_name(path.name + ".new")
-            whole.write_text(json.dumps([{"targets": self.targets}]))
-            whole.replace(path)  # Prometheus watches it, and must not see half of it
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                whole.write_text(json.dumps([{"targets": self.targets}]))
+                whole.replace(path)  # Prometheus watches it, and must not see half of it
+            except OSError as error:
+                raise ConfigError(
+                    f"ThreeDPrometheus cannot write the list of its endpoints to {path}: {error.strerror or error}."
+                    " Give targets_file in a folder that rank 0 may write to."
+                ) from error
             self._written = path
 
     @override

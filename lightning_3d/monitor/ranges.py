@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.events import EventSource, Opener, Row, StepEvents
+from lightning_3d.events import MODES, EventSource, Opener, Row, StepEvents
 from lightning_3d.mesh import Mesh
 from lightning_3d.monitor.source import source_of
 
@@ -52,7 +52,7 @@ class Ranges:
     def install(self) -> None:
         """Begin with the next step."""
         self._events.opener = self._opener
-        self._events.listen(self._ignore)
+        self._events.listen(self._ignore, MODES)
 
     def remove(self) -> None:
         """End."""

@@ -15,7 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 from torch.optim import SGD
 
-from lightning_3d import ThreeDPrometheus, ThreeDStrategy
+from lightning_3d import ConfigError, ThreeDPrometheus, ThreeDStrategy
 from lightning_3d.monitor import diagnosis as diagnosis_module
 from lightning_3d.monitor import leaks, noticeboard, prometheus, record
 from lightning_3d.monitor.diagnosis import Diagnosis
@@ -111,6 +111,14 @@ def test_a_rank_with_too_many_groups_for_its_notice_is_not_taken_for_down(
         trainer_with(exporter, reads, max_steps=2, default_root_dir=tmp_path).fit(Many())
     assert "lightning3d_rank_up{" in reads.text and "lightning3d_batches_total{" in reads.text
     assert "lightning3d_learning_rate{" not in reads.text
+
+
+def test_a_list_of_targets_that_cannot_be_written_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    exporter = ThreeDPrometheus(port=0, address="127.0.0.1", targets_file=str(tmp_path / "file" / "run.json"))
+    with pytest.raises(ConfigError, match="targets_file"):
+        trainer_with(exporter, max_steps=1, default_root_dir=tmp_path).fit(BoringModel())
+    assert exporter.targets == [] and exporter._endpoint is None
 
 
 def test_the_first_batches_belong_to_no_window_when_gradients_are_accumulated(

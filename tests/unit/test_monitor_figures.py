@@ -152,6 +152,21 @@ def test_a_loader_that_has_run_out_begins_no_step() -> None:
     assert next(event.phase for event in told[0].events) is Phase.SYNC
 
 
+def test_a_run_that_failed_leaves_no_step_to_the_next() -> None:
+    events = EventSource()
+    told: list[StepEvents] = []
+    events.listen(told.append)
+    events.begin_step(7)
+    events.count(1, 1, 1)
+    with pytest.raises(ValueError), events.span(Phase.FORWARD):
+        raise ValueError
+    events.abandon()
+    events.begin_step(0)
+    events.count(1, 1, 1)
+    events.flush()
+    assert [step.step for step in told] == [0]
+
+
 def step(*events: tuple[Phase, float, float]) -> StepEvents:
     made = tuple(Event(phase, 0, 0, start, end, "", 0) for phase, start, end in events)
     return StepEvents(step=3, begin=0.0, end=10.0, wall=100.0, events=made, samples=4, tokens=40, micro_batches=1)

@@ -38,6 +38,11 @@ def test_nvtx_ranges_open_and_close_with_their_spans(monkeypatch: pytest.MonkeyP
         raise ValueError
     events.end_step()
     assert said == ["forward s1 c1 m0", "tp all_gather s1", "pop", "pop", "optimizer s1", "pop"]
+    events.begin_step(1, "validation")
+    with events.span(Phase.FORWARD, 1, 2):
+        pass
+    events.end_step()
+    assert said[-2:] == ["forward s1 c1 m2", "pop"]
     ranges.remove()
     events.begin_step(1)
     assert not events.is_recording and events.opener is None
