@@ -76,7 +76,7 @@ class Preemption:
         # Lightning's own agreement: a broadcast and a wait for the device in each step.
         vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = _nothing
         with contextlib.suppress(ValueError):  # not in the main thread
-            if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and not _requeues(trainer):
+            if _is_free(signal.SIGUSR1) and not _requeues(trainer):
                 signal.signal(signal.SIGUSR1, self._on_user_signal)
         self._guard.each_period = self._look
         self._guard.patient = self._grace_s is not None
@@ -221,6 +221,12 @@ class Preemption:
 
 def _nothing() -> None:
     """Nothing to do."""
+
+
+def _is_free(signum: signal.Signals) -> bool:
+    """Whether nobody handles a signal, or an earlier run of ours: Lightning puts that back when it ends."""
+    handler = signal.getsignal(signum)
+    return handler is signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), Preemption)
 
 
 def _requeues(trainer: pl.Trainer) -> bool:
