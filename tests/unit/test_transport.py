@@ -102,9 +102,10 @@ def test_ranks_make_the_same_groups_and_meet_in_the_first_message(
     log: list[tuple[Any, ...]] = []
     rank = 0
 
-    def make(row: list[int], **_: Any) -> Any:
-        log.append(("group", tuple(row)))
-        return SimpleNamespace(row=tuple(row)) if rank in row else None
+    def make(row: list[int], use_local_synchronization: bool, **_: Any) -> Any:
+        assert use_local_synchronization and rank in row
+        log.append(("group", *row))
+        return SimpleNamespace(row=tuple(row))
 
     def split(parent: Any, rows: list[list[int]], timeout: Any) -> Any:
         assert timeout == 5
@@ -118,7 +119,7 @@ def test_ranks_make_the_same_groups_and_meet_in_the_first_message(
         log.append(("message", peer, rank, group.row))
 
     backend = SimpleNamespace(supports_splitting=splits, options=SimpleNamespace(_timeout=5))
-    world = SimpleNamespace(bound_device_id="cuda:0", _get_backend=lambda device: backend)
+    world = SimpleNamespace(bound_device_id="cuda:0", _device_types=["cuda"], _get_backend=lambda device: backend)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: world)
     for name, function in (("new_group", make), ("split_group", split), ("send", send), ("recv", receive)):
         monkeypatch.setattr(dist, name, function)
@@ -131,14 +132,12 @@ def test_ranks_make_the_same_groups_and_meet_in_the_first_message(
         log = []
         opened.append(transport._open_lanes(mesh))
         logs.append(log)
-    made = [[entry for entry in log if entry[0] != "message"] for log in logs]
-    assert all(entries == made[0] for entries in made)
+    made = [[entry for entry in log if entry[0] == "split"] for log in logs]
+    assert all(entries == made[0] and bool(entries) == splits for entries in made)
     for a, b in itertools.combinations(range(sizes.world), 2):
-        shared = [
-            [entry for entry in logs[own] if entry[0] == "message" and set(entry[1:3]) == {a, b}] for own in (a, b)
-        ]
-        assert shared[0] == shared[1]
-        for _, source, target, row in shared[0]:
+        here, there = ([entry for entry in logs[own] if set(entry[1:3]) == {a, b}] for own in (a, b))
+        assert here == there
+        for _, source, target, row in (entry for entry in here if entry[0] == "message"):
             assert set(row) == {source, target}
     for rank in range(sizes.world):
         stage = coordinates(rank, sizes)[0]
