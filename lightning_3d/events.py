@@ -392,7 +392,7 @@ class EventSource:
         self._tell()
 
     def abandon(self) -> None:
-        """A run is over, maybe by an error: forget a step that has not ended, or the next run seems to go on with it."""
+        """A run is over, maybe by an error: forget a step that has not ended, or the next run would go on with it."""
         self._open = self._aside = self._last = None
         self._closed.clear()
         self.is_recording = False

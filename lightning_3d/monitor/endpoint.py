@@ -22,6 +22,9 @@ _NEXT = 100
 _GPU_S = 1.0
 """Scrapes that follow faster get the same counters of GPUs."""
 
+_PATIENCE_S = 5.0
+"""How long the end of a run waits for scrapes."""
+
 
 class Endpoint:
     """Serves the notices of a host's ranks, in threads of its own that only read.
@@ -79,12 +82,16 @@ class Endpoint:
         """Stop to listen; a scrape under way is answered or cut off."""
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join(timeout=5)
-        with self._lock:
+        self._thread.join(timeout=_PATIENCE_S)
+        if not self._lock.acquire(timeout=_PATIENCE_S):
+            return  # a scrape waits for a driver that does not answer: its thread ends with the process
+        try:
             self._notices = {}  # their memory goes, and a scrape may still be under way
             if self._gpus is not None:
                 self._gpus.close()
                 self._gpus = None
+        finally:
+            self._lock.release()
 
     @staticmethod
     def _listen(registry: Any, port: int, address: str, next_port: bool) -> tuple[Any, threading.Thread]:

@@ -171,8 +171,17 @@ class ThreeDProfiler(PyTorchProfiler):
 
 
 def name_spans_for(trainer: Trainer, events: EventSource, mesh: Mesh) -> Ranges | None:
-    """Name spans for torch's profiler where the Trainer runs it; the strategy calls this once the mesh stands."""
+    """Name spans for torch's profiler where the Trainer runs it; the strategy calls this once the mesh stands.
+
+    Raises:
+        ConfigError: A rank that was chosen does not exist.
+    """
     profiler = trainer.profiler  # type: ignore[attr-defined]
+    if isinstance(profiler, ThreeDProfiler) and not set(profiler.ranks) <= set(mesh.world.ranks):
+        raise ConfigError(
+            f"ThreeDProfiler(ranks={list(profiler.ranks)}): there are {mesh.world.size} ranks, from 0 to"
+            f" {mesh.world.size - 1}. Choose from these."
+        )
     if not isinstance(profiler, PyTorchProfiler) or (isinstance(profiler, ThreeDProfiler) and not profiler.is_chosen):
         return None
     ranges = Ranges(events, mesh.pp.rank, "profiler")

@@ -219,6 +219,8 @@ class Leak:
     """What has become more, largest first; empty where the allocator does not tell."""
 
 
+_RUN = '{"entry":"run",'
+"""How the line of a run begins."""
 _LINES = 50
 """Windows in the record after which each next line is the mean of twice as many."""
 _KINDS: dict[str, type] = {"run": Run, "window": Window, "straggler": Straggler, "leak": Leak}
@@ -295,6 +297,20 @@ def read(folder: str | Path) -> Iterator[Entry]:
             if kind not in _KINDS:
                 raise ConfigError(f"{path}, line {number}: {line[:60]!r} is no entry of a record of ThreeDMonitor.")
             yield _build(_KINDS[kind], values)
+
+
+def last_run(folder: str | Path) -> Run | None:
+    """The last run of a record, without what it did.
+
+    Raises:
+        ConfigError: There is no record in the folder.
+    """
+    found = None
+    with find(folder).open() as file:
+        for line in file:
+            if line.startswith(_RUN):
+                found = _build(Run, json.loads(line))
+    return found
 
 
 def find(folder: str | Path) -> Path:

@@ -8,6 +8,7 @@ are. Every rank becomes one process, named by its place on the mesh, and its thr
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import re
@@ -193,12 +194,9 @@ def _places(folder: Path) -> dict[int, record.Place]:
     """Of the last run that the folder, or one above it, has a record of."""
     for candidate in (folder, *folder.resolve().parents[:3]):
         if candidate == folder or (candidate / record.FILE).exists():
-            try:
-                runs = [entry for entry in record.read(candidate) if isinstance(entry, record.Run)]
-            except ConfigError:
-                continue
-            if runs:
-                return {place.rank: place for place in runs[-1].places}
+            with contextlib.suppress(ConfigError):
+                if (run := record.last_run(candidate)) is not None:
+                    return {place.rank: place for place in run.places}
     return {}
 
 

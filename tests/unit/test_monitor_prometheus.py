@@ -26,6 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lightning_3d import ConfigError, ThreeDPrometheus
 from lightning_3d.events import Event, Phase, StepEvents
+from lightning_3d.monitor import endpoint as endpoint_module
 from lightning_3d.monitor.device_scalars import DeviceScalars
 from lightning_3d.monitor.endpoint import Endpoint
 from lightning_3d.monitor.gpu_counters import REASONS, GpuCounters
@@ -257,6 +258,25 @@ def test_counters_of_gpus_stand_beside_those_of_their_ranks() -> None:
 def test_counters_of_gpus_without_a_driver_are_refused() -> None:
     with pytest.raises(ConfigError, match="Driver Not Loaded"):
         GpuCounters(FakeNvml(has_driver=False))
+
+
+def test_a_driver_that_hangs_does_not_hold_up_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hangs(FakeNvml):
+        def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
+            asked.set()
+            answers.wait(60)
+
+    asked, answers = threading.Event(), threading.Event()
+    monkeypatch.setattr(endpoint_module, "_PATIENCE_S", 0.2)
+    with serving(notice(0, time.time()), gpus=GpuCounters(Hangs())) as endpoint:
+        scrape = socket.create_connection((LOCAL, endpoint.port), timeout=10)
+        scrape.sendall(b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n")
+        assert asked.wait(10)
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    answers.set()
+    assert scrape.recv(100)
+    scrape.close()
 
 
 def test_reasons_and_calls_are_those_of_the_library() -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_3d import NVTXRanges, ThreeDStrategy
+from lightning_3d import NVTXRanges, ThreeDProfiler, ThreeDStrategy
+from lightning_3d.config import Sizes
 from lightning_3d.errors import ConfigError
 from lightning_3d.events import EventSource, Phase
-from lightning_3d.monitor.ranges import Ranges, name_of
+from lightning_3d.mesh import build_mesh
+from lightning_3d.monitor.ranges import Ranges, name_of, name_spans_for
 from lightning_3d.trainer.processes.flight_recorder import FlightRecorder
 
 
@@ -49,6 +53,13 @@ def test_nvtx_ranges_open_and_close_with_their_spans(monkeypatch: pytest.MonkeyP
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="needs CUDA"):
             NVTXRanges().on_fit_start(None, None)  # type: ignore[arg-type]
+
+
+def test_ranks_that_do_not_exist_cannot_be_profiled() -> None:
+    mesh = build_mesh(Sizes(pp=1, dp=1, tp=1), torch.device("cpu"))
+    trainer: Any = SimpleNamespace(profiler=ThreeDProfiler(ranks=[0, 4]))
+    with pytest.raises(ConfigError, match="there are 1 ranks"):
+        name_spans_for(trainer, EventSource(), mesh)
 
 
 def test_one_option_sets_torchs_switches_and_leaves_those_that_are_set(
