@@ -36,7 +36,7 @@ class StandIn:
         caches: list[Any] = []
         with torch._C.DisableTorchFunctionSubclass():  # placeholders answer for themselves
             known = signature((args, kwargs), given, caches)
-            key = None if known is None else (known, self._module.training, torch.is_grad_enabled())
+            key = None if known is None else (known, self._module.training, torch.is_grad_enabled(), _autocast())
             for answer in self._memory.get(key, ()):
                 found = list(given)
                 if answer.effects.apply_to(caches, found):
@@ -109,6 +109,10 @@ class StandIn:
         if isinstance(item, _Fact):
             return Placeholder(item.meta, item.device, item.requires_grad, origin=self._name)
         return item
+
+
+def _autocast() -> tuple[Any, ...]:
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
 
 
 def _is_floating(leaf: Any) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache
 
 from lightning_3d.pipeline.stand_in import _MOST_ANSWERS, StandIn
-from lightning_3d.placeholder import Placeholder, is_placeholder
+from lightning_3d.placeholder import Placeholder, is_placeholder, placeholder_parameter
 
 HOST = torch.device("cpu")
 
@@ -93,3 +93,16 @@ def test_answers_for_the_latest_shapes_are_remembered_and_no_more() -> None:
         assert stand_in(Placeholder.of((2, length), torch.float32, HOST)).shape == (2, length)
     assert block.calls == len(lengths) - 1
     assert len(stand_in._memory) == _MOST_ANSWERS
+
+
+def test_an_answer_has_the_type_of_the_autocast_around_the_call() -> None:
+    layer = nn.Linear(4, 4)
+    for key, parameter in list(layer._parameters.items()):
+        assert parameter is not None
+        layer._parameters[key] = placeholder_parameter(parameter, HOST, key)
+    stand_in = StandIn(layer, "head")
+    x = Placeholder.of((2, 4), torch.float32, HOST)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert stand_in(x).dtype is torch.bfloat16
+        assert stand_in(x).dtype is torch.float32
