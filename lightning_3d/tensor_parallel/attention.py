@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_3d.tensor_parallel.collectives import gather_from_tp, reduce_from_tp, reduce_scatter_to_sequence
+from lightning_3d.tensor_parallel.collectives import gather_from_tp, reduce_from_tp
+from lightning_3d.tensor_parallel.linear import column_linear, is_fusible, row_linear
 from lightning_3d.tensor_parallel.parameters import local_view
 from lightning_3d.tensor_parallel.region import Regions
 
@@ -79,20 +80,21 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         attended = attended.transpose(1, 2).flatten(2)
         regions.leave()
         attended = attended if self.batch_first and batched else attended.transpose(0, 1)
-        out: Tensor = F.linear(attended if batched else attended.squeeze(1), local_view(self.out_proj.weight))
-        if settings.scatter_dim is None:
-            out = reduce_from_tp(out, regions.axis)
-        else:
-            out = reduce_scatter_to_sequence(out, regions.axis, settings.scatter_dim)
+        attended = attended if batched else attended.squeeze(1)
+        out = row_linear(attended, self.out_proj.weight, regions.axis, settings.scatter_dim)
         if self.out_proj.bias is not None:
             out = out + self.out_proj.bias.to(out.dtype)
         return out, None if weights is None else self._report(weights, average_attn_weights, batched)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        packed = query is key and key is value and self._qkv_same_embed_dim
+        if packed and is_fusible(query, self.in_proj_weight, self.in_proj_bias):
+            piece = self._attention.regions.piece_of(query)
+            return column_linear(query, self.in_proj_weight, self.in_proj_bias, None, piece).chunk(3, -1)  # type: ignore[arg-type]
         bias = local_view(self.in_proj_bias)
         if self._qkv_same_embed_dim:
             weight = local_view(self.in_proj_weight)
-            if query is key and key is value:
+            if packed:
                 return F.linear(query, weight, bias).chunk(3, -1)
             weights = weight.chunk(3)
         else:

@@ -229,7 +229,7 @@ def _hook_entry(module: nn.Module, region: RegionLayout, regions: Regions, seque
 
             def gather(x: Tensor) -> Tensor:
                 if id(x) not in done:
-                    done[id(x)] = gather_from_sequence(x, regions.axis, sequence_dim, reduce_gradient=True)
+                    done[id(x)] = regions.gather(x, sequence_dim)
                 return done[id(x)]
 
             args, kwargs = changed(args, kwargs, region.gathers, gather)

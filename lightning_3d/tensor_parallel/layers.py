@@ -16,15 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_3d.tensor_parallel.clone import without_hooks
-from lightning_3d.tensor_parallel.collectives import (
-    gather_from_tp,
-    reduce_from_tp,
-    reduce_scatter_to_sequence,
-    split_to_tp,
-)
+from lightning_3d.tensor_parallel.collectives import gather_from_tp, split_to_tp
 from lightning_3d.tensor_parallel.linear import column_linear, is_fusible, row_linear
 from lightning_3d.tensor_parallel.loss import ShardedLogits
-from lightning_3d.tensor_parallel.parameters import local_view, local_views
+from lightning_3d.tensor_parallel.parameters import local_views
 from lightning_3d.tensor_parallel.region import Entry, Regions
 
 
@@ -96,7 +91,7 @@ class Column(nn.Module):
             weight = _pieces(weight, self._kind.out_dim, settings.share)
             bias = None if bias is None else _pieces(bias, 0, settings.share)
         if fused:
-            y = column_linear(x, weight, bias, regions.axis if sums else None)
+            y = column_linear(x, weight, bias, regions.axis if sums else None, regions.piece_of(x))
         else:
             y = self._kind.linear(x, *local_views(weight, bias))
         if settings.random and self.training:
@@ -126,14 +121,7 @@ class Row(nn.Module):
         regions.leave()
         if settings.split:
             x = split_to_tp(x, regions.axis, -1)
-        if self._kind is _Straight and settings.scatter_dim is None and is_fusible(x, self.weight):
-            y = row_linear(x, self.weight, regions.axis)
-            return y if self.bias is None else y + self.bias.to(y.dtype)
-        y = self._kind.linear(x, local_view(self.weight), None)
-        if settings.scatter_dim is None:
-            y = reduce_from_tp(y, regions.axis)
-        else:
-            y = reduce_scatter_to_sequence(y, regions.axis, settings.scatter_dim)
+        y = row_linear(x, self.weight, regions.axis, settings.scatter_dim, self._kind.linear)
         bias = self.bias
         return y if bias is None else y + bias.to(y.dtype)
 

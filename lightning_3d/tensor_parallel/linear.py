@@ -7,7 +7,8 @@ its weight is computed.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +17,45 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.collectives import all_reduce
+from lightning_3d.collectives import Handle, all_gather, all_reduce, reduce_scatter
 from lightning_3d.mesh import Axis
-from lightning_3d.tensor_parallel.parameters import hand_over
+from lightning_3d.tensor_parallel.collectives import reduce_from_tp, reduce_scatter_to_sequence
+from lightning_3d.tensor_parallel.parameters import hand_over, local_view
 
 _KINDS = (Tensor, FakeTensor)  # the latter in a dry run
+
+
+class Regathering:
+    """Gathers the input of column layers once more in the backward, once for all of them that read it.
+
+    Under sequence parallelism they keep their piece of the sequence for it, as the layers around them do.
+    """
+
+    def __init__(self, axis: Axis, dim: int) -> None:
+        self.dim = dim
+        self._axis = axis
+        self._readers = 0
+        self._handle: Handle | None = None
+
+    def expect(self) -> None:
+        """One more layer will call :meth:`start`."""
+        self._readers += 1
+
+    def start(self, piece: Tensor) -> Handle:
+        """Gather ``piece``, which is the same whichever layer kept it; the handle gives the whole sequence."""
+        handle = self._handle
+        if handle is None:
+            handle = all_gather(piece, self._axis, self.dim, async_op=True)
+        self._readers -= 1
+        self._handle = handle if self._readers > 0 else None
+        return handle
+
+
+class Piece(NamedTuple):
+    """What a whole input was gathered from."""
+
+    tensor: Tensor
+    again: Regathering
 
 
 def is_fusible(x: Tensor, weight: Any, bias: Any = None) -> bool:
@@ -29,7 +64,9 @@ def is_fusible(x: Tensor, weight: Any, bias: Any = None) -> bool:
     return cut and type(x) in _KINDS and not x.is_meta and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def column_linear(x: Tensor, weight: DTensor, bias: DTensor | None, axis: Axis | None) -> Tensor:
+def column_linear(
+    x: Tensor, weight: DTensor, bias: DTensor | None, axis: Axis | None, piece: Piece | None = None
+) -> Tensor:
     """``x`` ``[..., in]``, whole, times this rank's rows of ``weight``: ``[..., out / tp]``.
 
     Args:
@@ -37,39 +74,69 @@ def column_linear(x: Tensor, weight: DTensor, bias: DTensor | None, axis: Axis |
         weight: ``[out, in]``, cut along dim 0.
         bias: ``[out]``, cut likewise.
         axis: Where the gradient of ``x`` is summed; ``None`` if it is summed elsewhere.
+        piece: What ``x`` was gathered from, to be kept instead of it.
     """
-    return _Linear.apply(_autocast(x), weight, bias, axis, None)
+    kept = None if piece is None else piece.tensor
+    again = None if piece is None else piece.again
+    return _Linear.apply(autocast(x), weight, bias, kept, again, axis, None, None)
 
 
-def row_linear(x: Tensor, weight: DTensor, axis: Axis | None) -> Tensor:
+def row_linear(
+    x: Tensor, weight: Any, axis: Axis, scatter_dim: int | None = None, linear: Callable[..., Tensor] = F.linear
+) -> Tensor:
     """This rank's features ``x`` ``[..., in / tp]`` times its columns of ``weight``, summed: ``[..., out]``.
 
     Args:
         x: A piece of the features.
-        weight: ``[out, in]``, cut along dim 1.
-        axis: Where the product is summed; ``None`` leaves it partial.
+        weight: ``[out, in]``, cut along dim 1, or as ``linear`` takes it.
+        axis: Where the product is summed.
+        scatter_dim: Dim of which this rank gets its piece of the sum; ``None`` for all of it.
+        linear: Computes the product.
     """
-    return _Linear.apply(_autocast(x), weight, None, None, axis)
+    if linear is F.linear and is_fusible(x, weight):
+        return _Linear.apply(autocast(x), weight, None, None, None, None, axis, scatter_dim)
+    y = linear(x, local_view(weight), None)
+    return reduce_from_tp(y, axis) if scatter_dim is None else reduce_scatter_to_sequence(y, axis, scatter_dim)
 
 
-def _autocast(x: Tensor) -> Tensor:
+def autocast(x: Tensor) -> Tensor:
+    """``x`` in the type in which products of it are computed."""
+    return x.to(computed_type(x))
+
+
+def computed_type(x: Tensor) -> torch.dtype:
+    """The type in which products of ``x``, a tensor with values, are computed: its own, or that of autocast."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: DTensor, bias: DTensor | None, input_axis: Axis | None, output_axis: Axis | None
+        ctx: Any,
+        x: Tensor,
+        weight: DTensor,
+        bias: DTensor | None,
+        piece: Tensor | None,
+        again: Regathering | None,
+        input_axis: Axis | None,
+        output_axis: Axis | None,
+        scatter_dim: int | None,
     ) -> Tensor:
-        local = _autocast(weight._local_tensor)
-        ctx.save_for_backward(x, local)
+        local = weight._local_tensor
+        wanted = ctx.needs_input_grad
+        if wanted[1] and again is not None:
+            again.expect()
+        # The weight as it is held: a copy in another type would live as long as the micro-batch is under way.
+        ctx.save_for_backward((x if piece is None else piece) if wanted[1] else None, local if wanted[0] else None)
         ctx.parameters = weight, bias
-        ctx.axis = input_axis
-        y = F.linear(x, local, None if bias is None else _autocast(bias._local_tensor))
-        return y if output_axis is None else all_reduce(y, output_axis)
+        ctx.again, ctx.input_axis, ctx.output_axis, ctx.scatter_dim = again, input_axis, output_axis, scatter_dim
+        y = F.linear(x, autocast(local), None if bias is None else autocast(bias._local_tensor))
+        if output_axis is None:
+            return y
+        return all_reduce(y, output_axis) if scatter_dim is None else reduce_scatter(y, output_axis, scatter_dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -82,20 +149,23 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     x, local = ctx.saved_tensors
     weight, bias = ctx.parameters
     wanted, nodes = ctx.needs_input_grad, ctx.next_functions
+    arriving = ctx.again.start(x) if wanted[1] and ctx.again is not None else None
+    if ctx.scatter_dim is not None:
+        gradient = all_gather(gradient, ctx.output_axis, ctx.scatter_dim)
     rows = gradient.reshape(-1, gradient.shape[-1])
     input_gradient = weight_gradient = bias_gradient = on_its_way = None
     if wanted[0]:
-        input_gradient = rows.mm(local).view(x.shape)
-        if ctx.axis is not None:
-            on_its_way = all_reduce(input_gradient, ctx.axis, async_op=True)
+        input_gradient = rows.mm(local.to(rows.dtype)).view(*gradient.shape[:-1], local.shape[1])
+        if ctx.input_axis is not None:
+            on_its_way = all_reduce(input_gradient, ctx.input_axis, async_op=True)
     if wanted[1]:
-        product = rows.t().mm(x.reshape(-1, x.shape[-1]))
-        weight_gradient = hand_over(weight, product.to(weight.dtype), nodes[1][0])
+        x = x if arriving is None else arriving.wait()
+        weight_gradient = hand_over(weight, rows.t().mm(x.reshape(-1, x.shape[-1])), nodes[1][0])
     if wanted[2]:
-        bias_gradient = hand_over(bias, rows.sum(0).to(bias.dtype), nodes[2][0])
+        bias_gradient = hand_over(bias, rows.sum(0), nodes[2][0])
     if on_its_way is not None:
         on_its_way.wait()
-    return input_gradient, weight_gradient, bias_gradient, None, None
+    return input_gradient, weight_gradient, bias_gradient, None, None, None, None, None
 
 
 _once = once_differentiable(_backward)

@@ -15,6 +15,9 @@ from lightning_3d.attributes import carry_attributes
 from lightning_3d.collectives import chunk_sizes
 from lightning_3d.initialization import following
 
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Where torch keeps what is in a module."""
+
 
 @dataclass(frozen=True)
 class ParameterCut:
@@ -114,7 +117,7 @@ def replace_parameters(module: nn.Module, new: Mapping[int, nn.Parameter]) -> No
             if parameter is not None and id(parameter) in new:
                 part._parameters[name] = new[id(parameter)]
         for name, value in vars(part).items():
-            if not name.startswith("_") and isinstance(value, (list, dict, tuple)):
+            if name not in _OF_MODULES and isinstance(value, (list, dict, tuple)):
                 vars(part)[name] = renewed(value)
 
 
@@ -144,12 +147,6 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
         stride.append(step)
         step *= max(1, length)
     return tuple(reversed(stride))
-
-
-def _wrapped(gradient: Tensor, spec: Any) -> DTensor:
-    # DTensor's __init__ does nothing but costs more than all the rest; this runs for every parameter in every backward.
-    made: DTensor = DTensor.__new__(DTensor, gradient.contiguous(), spec, requires_grad=False)
-    return made
 
 
 class _LocalView(torch.autograd.Function):
@@ -185,6 +182,11 @@ def hand_over(parameter: DTensor, gradient: Tensor, accumulate: Any) -> DTensor 
     Autograd detaches, and adds up, gradients that are DTensors through their dispatch, which takes as long as a small
     layer; here the local tensors are added. Where anybody listens, or the gradient is the answer of
     ``torch.autograd.grad``, autograd gets it.
+
+    Args:
+        parameter: The parameter.
+        gradient: Of what this rank holds of it; in the type that was computed in.
+        accumulate: The node of the graph that would add it up.
     """
     if not _only_accumulates(parameter, accumulate):
         return _like(gradient, parameter)
@@ -197,7 +199,8 @@ def hand_over(parameter: DTensor, gradient: Tensor, accumulate: Any) -> DTensor 
 
 def _like(gradient: Tensor, parameter: DTensor) -> DTensor:
     # Without `__init__`, which does nothing but ask torch.compile to look away: as long as an addition takes.
-    return DTensor.__new__(DTensor, gradient.contiguous(), parameter._spec, requires_grad=False)
+    local = gradient.to(parameter.dtype).contiguous()
+    return DTensor.__new__(DTensor, local, parameter._spec, requires_grad=False)
 
 
 def _only_accumulates(parameter: DTensor, accumulate: Any) -> bool:

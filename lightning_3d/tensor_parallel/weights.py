@@ -37,7 +37,7 @@ def convert_weights(module: nn.Module, region: RegionLayout, regions: Regions, r
         names = [weight.name for weight in region.weights]
         running.append({name: table[name] for name in (*names, *region.added)})
         for name in names:
-            table[name] = local_view(table[name])
+            table[name] = own(table[name])
         for name in region.added:
             table[name] = table[name] / axis.size
         entered: dict[int, Tensor] = {}
@@ -68,6 +68,15 @@ def convert_weights(module: nn.Module, region: RegionLayout, regions: Regions, r
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave, always_call=True)
+
+
+def own(parameter: Tensor) -> Tensor:
+    """This rank's piece, for code that may hand the gradient of one parameter to another too (``up + more``)."""
+    local: Tensor = local_view(parameter)
+    if local is not parameter and local.requires_grad:
+        # Later gradients are added to the first, which therefore must not be anybody else's.
+        local.register_hook(lambda gradient: gradient.clone() if parameter.grad is None else None)
+    return local
 
 
 def weight_regions(

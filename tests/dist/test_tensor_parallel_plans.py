@@ -209,6 +209,7 @@ class _Kept(nn.Module):
         super().__init__()
         self.body = models.build("nanogpt")
         self.mine = [self.body.head.weight, {"w": self.body.embed.weight}]  # type: ignore[union-attr]
+        self._hidden = (self.body.head.weight,)  # type: ignore[union-attr]
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.body(ids)  # type: ignore[no-any-return]
@@ -232,6 +233,7 @@ def _in_place(rank: int, world_size: int) -> None:
     assert fc1.weight.shape == (128, 32) and fc1.weight.to_local().shape == (64, 32)
     assert names == list(dict(model.named_parameters()))
     assert model.mine[0] is model.body.head.weight  # type: ignore[union-attr]
+    assert model._hidden[0] is model.body.head.weight  # type: ignore[union-attr]
     assert model.mine[1]["w"] is model.body.embed.weight  # type: ignore[union-attr, index, call-overload]
     model(torch.zeros(1, 8, dtype=torch.long))
     assert calls == [1]
