@@ -238,44 +238,6 @@ def reduce_scatter(
     return piece.div_(axis.size) if divide else piece
 
 
-def all_to_all(tensor: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Piece j of rank i along ``dim`` becomes piece i of rank j.
-
-    Args:
-        tensor: The same shape on every rank; ``dim`` divides by the axis.
-        axis: Whom to exchange with.
-        dim: Tensor dim that is cut and joined.
-
-    Raises:
-        ConfigError: when the dim does not divide.
-    """
-    if axis.group is None:
-        return tensor
-    dim = dim % tensor.dim()
-    if tensor.shape[dim] % axis.size:
-        raise ConfigError(
-            f"dim {dim} of a tensor of shape {tuple(tensor.shape)} cannot be cut evenly over the {axis.size} ranks of"
-            f" {axis.name}, as all_to_all needs."
-        )
-    pieces = _plain(tensor.unflatten(dim, (axis.size, -1)).movedim(dim, 0))
-    received = torch.empty_like(pieces)
-    with timed(axis, "all_to_all", pieces):
-        dist.all_to_all_single(received.view(-1), pieces.view(-1), group=axis.group)
-    return received.movedim(0, dim).flatten(dim, dim + 1).to(tensor.dtype)
-
-
-def broadcast(tensor: Tensor, axis: Axis, src: int = 0) -> Tensor:
-    """Overwrite ``tensor`` with that of index ``src`` along the axis, and return it."""
-    if axis.group is None:
-        return tensor
-    payload = _plain(tensor)
-    with timed(axis, "broadcast", payload):
-        dist.broadcast(payload, axis.ranks[src], group=axis.group)
-    if payload is not tensor:
-        tensor.copy_(payload)
-    return tensor
-
-
 def broadcast_object(obj: Any, axis: Axis, src: int = 0) -> Any:
     """The object of index ``src`` along the axis, pickled; use a ``control_*`` axis on a GPU."""
     if axis.group is None:
