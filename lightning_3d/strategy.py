@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_3d.checkpoint import BackgroundSaves, WholeValues
-from lightning_3d.config import ParallelConfig, Size
+from lightning_3d.config import ParallelConfig, Size, Sizes
 from lightning_3d.events import DeviceClock, EventSource
 from lightning_3d.mesh import AXES, Mesh, Where, build_mesh, side_mesh
 from lightning_3d.monitor.ranges import Ranges, name_spans_for
@@ -150,7 +150,7 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
         tp_plan: str | dict[str, str] = "auto",
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
-        activation_checkpointing: str | int | None = None,
+        activation_checkpointing: int | str | None = None,
         compile: bool | str = False,
         reduce_dtype: str | None = None,
         global_batch_size: int | None = None,
@@ -356,14 +356,28 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
             data = (getattr(trainer, "datamodule", None),)
             self.config = agree(self.config, lambda: self._chosen(trainer, data))
         sizes = self.config.sizes(self.world_size, self.num_processes)
-        if self.root_device.type == "cuda":
-            self.events.use(DeviceClock())
-        self._mesh = build_mesh(sizes, self.root_device, self._patience, self.events)
+        self._mesh = self._mesh_of_earlier(sizes) or self._new_mesh(sizes)
         if self.config.async_save:
             self._saving.background = BackgroundSaves(self._mesh, side_mesh(self._mesh, self._patience))
         # Not a fresh seed, as DDP has it: one process would go on from the state that building the module has left.
         share_random_state(self._mesh)
         self._watch(self._mesh)
+
+    def _new_mesh(self, sizes: Sizes) -> Mesh:
+        if self.root_device.type == "cuda":
+            self.events.use(DeviceClock())
+        return build_mesh(sizes, self.root_device, self._patience, self.events)
+
+    def _mesh_of_earlier(self, sizes: Sizes) -> Mesh | None:
+        """The mesh that an earlier Trainer laid the module out on: its parameters and messages belong to those groups.
+
+        So do the timings of its engine: from here on they are this strategy's.
+        """
+        held = None if self.lightning_module is None else Assembly.of(self.lightning_module)
+        if held is None or (held.topology.sizes, held.topology.device) != (sizes, self.root_device):
+            return None  # refused when the module is laid out
+        self.events = held.topology.events
+        return held.topology
 
     def _default_root(self) -> str:
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
@@ -452,6 +466,7 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
         self._served.remove()
         if self._ranges is not None:
             self._ranges.remove()
+        self.events.abandon()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from lightning_3d.pipeline.stage import Stage
 from lightning_3d.pipeline.ties import find_shared
 from lightning_3d.pipeline.wrappers import unwrap
 from lightning_3d.placeholder import is_placeholder, refuse_lost_writes
-from lightning_3d.precision import ThreeDPrecision
+from lightning_3d.precision import PrecisionRule, ThreeDPrecision
 from lightning_3d.random import States, StepStreams
 from lightning_3d.sharding import Sharding, build_sharding, make_ties
 from lightning_3d.trainer.logging.metrics import bind_metrics
@@ -38,6 +38,20 @@ from lightning_3d.trainer.setup.layout import Layout, expected_micro_batches
 from lightning_3d.trainer.setup.start import own_memory, refuse_views, share_random_state, share_weights
 
 _ATTRIBUTE = "_lightning_3d_assembly"
+_SHAPING = (
+    "zero_stage",
+    "schedule",
+    "virtual_stages",
+    "pipeline_blocks",
+    "pipeline_split",
+    "tp_plan",
+    "sequence_parallel",
+    "loss_parallel",
+    "activation_checkpointing",
+    "compile",
+    "reduce_dtype",
+)
+"""Options that decide what a rank holds of a module and how it runs it, beside the sizes of the mesh."""
 
 
 @dataclass(eq=False)
@@ -46,6 +60,7 @@ class Assembly:
 
     config: ParallelConfig
     topology: Mesh
+    precision: PrecisionRule
     stage: Stage
     engine: Engine
     sharding: Sharding
@@ -144,7 +159,7 @@ def assemble(
     """
     held = Assembly.of(module)
     if held is not None:
-        return _again(held, config, mesh)
+        return _again(held, config, mesh, precision.rule)
     wishes = unwrap(module) if blueprint is None else blueprint.wishes
     if mesh.world.size > 1:
         refuse_views(module)
@@ -202,7 +217,9 @@ def assemble(
         KeptParameters(module, original, ids).install(stage)
     bind_metrics(module, mesh)
     engine = Engine(stage, mesh, config.schedule, config.virtual_stages, sharding)
-    assembly = Assembly(config, mesh, stage, engine, sharding, streams, applied, layout, keys, ties, original)
+    assembly = Assembly(
+        config, mesh, precision.rule, stage, engine, sharding, streams, applied, layout, keys, ties, original
+    )
     assembly.complaint = complaint
     if mesh.tp.size > 1 and not config.compile:
         assembly.loose = tensor_parallel.LooseParameters(module, applied.cuts, applied.partial, applied.blocks, mesh.tp)
@@ -212,20 +229,33 @@ def assemble(
     return assembly
 
 
-def _again(held: Assembly, config: ParallelConfig, mesh: Mesh) -> Assembly:
-    """The assembly of a module that an earlier Trainer laid out, if the layout asked for now is the same."""
-    if (held.config, held.topology.sizes, held.topology.device) == (config, mesh.sizes, mesh.device):
-        return held
-    changed = [
-        f"{name}={now!r} (was {was!r})"
-        for name, now in vars(config).items()
-        if (was := getattr(held.config, name)) != now
-    ]
-    raise ConfigError(
-        "This module was laid out by an earlier Trainer for another layout"
-        f" ({', '.join(changed) or f'{held.topology.sizes}, now {mesh.sizes}'}), and each rank now holds only its part."
-        " Use the same options, or build the module anew and load a checkpoint of the first."
-    )
+def _again(held: Assembly, config: ParallelConfig, mesh: Mesh, precision: PrecisionRule) -> Assembly:
+    """The assembly of a module that an earlier Trainer laid out, if the layout asked for now is the same.
+
+    Raises:
+        ConfigError: naming what differs.
+    """
+    before, sharded = held.precision, held.sharding.shards is not None
+    differences = [(name, getattr(config, name), getattr(held.config, name)) for name in _SHAPING]
+    differences += [("sizes", mesh.sizes, held.topology.sizes), ("device", mesh.device, held.topology.device)]
+    differences += [("dtype of parameters", precision.kept, before.kept)]
+    differences += [("dtype of computation", precision.computed, before.computed)] if sharded else []
+    changed = [f"{name}={now!r}, was {was!r}" for name, now, was in differences if now != was]
+    if changed:
+        raise ConfigError(
+            f"This module was laid out by an earlier Trainer for another layout ({'; '.join(changed)}), and each rank"
+            " now holds only its part. Use the same options, or build the module anew and load a checkpoint of the"
+            " first."
+        )
+    held.config = config
+    count = _num_micro_batches(held.stage.module, config, mesh.sizes)
+    held.layout = replace(held.layout, num_micro_batches=count, micro_batch_size=config.micro_batch_size)
+    return held
+
+
+def _num_micro_batches(module: nn.Module, config: ParallelConfig, sizes: Sizes) -> int | None:
+    trainer = getattr(module, "_trainer", None)
+    return expected_micro_batches(config, sizes, getattr(trainer, "accumulate_grad_batches", 1))
 
 
 def describe(module: nn.Module, chunks: ChunkMap, config: ParallelConfig, sizes: Sizes) -> Layout:
@@ -240,7 +270,6 @@ def describe(module: nn.Module, chunks: ChunkMap, config: ParallelConfig, sizes:
         + sum(p.numel() for name in outside[chunk] for p in modules[name].parameters(recurse=False))
         for chunk in range(chunks.num_chunks)
     )
-    trainer = getattr(module, "_trainer", None)
     return Layout(
         pipeline_parallel=sizes.pp,
         data_parallel=sizes.dp,
@@ -248,7 +277,7 @@ def describe(module: nn.Module, chunks: ChunkMap, config: ParallelConfig, sizes:
         zero_stage=config.zero_stage,
         schedule=config.schedule,
         virtual_stages=config.virtual_stages,
-        num_micro_batches=expected_micro_batches(config, sizes, getattr(trainer, "accumulate_grad_batches", 1)),
+        num_micro_batches=_num_micro_batches(module, config, sizes),
         micro_batch_size=config.micro_batch_size,
         chunks=tuple(chunks.blocks_of(chunk) for chunk in range(chunks.num_chunks)),
         outside=outside,
