@@ -32,6 +32,10 @@ class Cluster:
     """NVLink bandwidth of a GPU, GB/s in one direction."""
     inter_node_Gbps: float | None = None
     """Network bandwidth per GPU, Gbit/s in one direction."""
+    intra_node_latency_us: float | None = None
+    """Time of a hop over NVLink, µs; ``None``: as fitted, or measured."""
+    inter_node_latency_us: float | None = None
+    """Time of a hop between nodes, µs; ``None``: as fitted, or measured."""
     memory_gb: float | None = None
     """Memory of a GPU in 1e9 bytes."""
     nvlink_domain: int | None = None
@@ -45,7 +49,9 @@ class Cluster:
         if self.gpus_per_node is None:
             object.__setattr__(self, "gpus_per_node", device.gpus_per_node)
         checks.positive("gpus_per_node", self.gpus_per_node)
-        for name in ("intra_node_GBps", "inter_node_Gbps", "memory_gb"):
+        for name in (
+            "intra_node_GBps", "inter_node_Gbps", "intra_node_latency_us", "inter_node_latency_us", "memory_gb",
+        ):  # fmt: skip
             if getattr(self, name) is not None:
                 checks.positive_number(name, getattr(self, name))
         if self.nvlink_domain is not None:
@@ -85,6 +91,12 @@ class Cluster:
     def gpu_memory_gb(self) -> float:
         """Memory of a GPU in 1e9 bytes."""
         return self.memory_gb or self.device.memory_gb
+
+    @property
+    def own_constants(self) -> tuple[tuple[str, float], ...]:
+        """Constants of the cost model that are known of this cluster, by name: those measured, then those given."""
+        given = {"latency_us": self.intra_node_latency_us, "network_latency_us": self.inter_node_latency_us}
+        return (*self.measured, *((name, value) for name, value in given.items() if value is not None))
 
     @classmethod
     def parse(cls, text: str) -> Cluster:

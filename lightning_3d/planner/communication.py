@@ -58,6 +58,19 @@ class Links:
         """All-reduce: a reduce-scatter and an all-gather."""
         return 2 * self.gather(num_bytes, group)
 
+    def all_to_all(self, num_bytes: float, group: Group) -> float:
+        """Each rank sends parts of its own ``num_bytes`` to all; those to other nodes by its own network card."""
+        if group.size == 1:
+            return 0.0
+        inside = self.cluster.nvlink_bandwidth * self.constants.nvlink
+        each = num_bytes / group.size
+        if not self.crosses(group):
+            return self.constants.latency_us * 1e-6 + (group.size - 1) * each / inside
+        outside = self.cluster.network_bandwidth * self.constants.network
+        members = min(group.size, max(1, self.cluster.domain // group.stride))
+        slower = max((group.size - members) * each / outside, (members - 1) * each / inside)
+        return self.constants.network_latency_us * 1e-6 + slower
+
     def send(self, num_bytes: float, distance: int) -> float:
         """A message to the rank ``distance`` further on: ``alpha + n/B``."""
         if distance >= self.cluster.domain:

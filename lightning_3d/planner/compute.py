@@ -151,7 +151,7 @@ class LayerModel:
         if moe and layout.expert_parallel > 1:
             ep = Group(layout.expert_parallel, layout.tensor_parallel * layout.context_parallel)
             routed = activation / self._outside * shape.experts_per_token
-            time += 2 * links.gather(routed, ep)
+            time += 2 * links.all_to_all(routed, ep)
         return time
 
     def head(self) -> PartTime:

@@ -18,8 +18,6 @@ from lightning_3d.planner.memory import GB, StageMemory, chunk_parameters, stage
 from lightning_3d.planner.pipeline import chunk_ranks, pipeline_time
 from lightning_3d.planner.shape import ModelShape
 
-_BITS = {"32-true": 32, "64-true": 64}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
@@ -87,10 +85,10 @@ def estimate(
     _check(shape, cluster, layout)
     device = cluster.device
     if constants_of is None:
-        known = constants(device.generation, cluster.measured)
+        known = constants(device.generation, cluster.own_constants)
     else:
         known = constants_of[device.generation]
-    kernels = Kernels(device, known, fp8=layout.precision == "fp8", bits=_BITS.get(layout.precision, 16))
+    kernels = Kernels(device, known, fp8=layout.precision == "fp8", bits=8 * layout.element_bytes)
     links = Links(cluster, known)
     model = LayerModel(shape, layout, kernels, links)
     layer, head, embedding = model.layer(), model.head(), model.embedding()
@@ -109,8 +107,7 @@ def estimate(
     sharded = _sharded_slowdown(layer, worst, shape, layout, links, replicas)
     forward = [part.forward + part.forward_tp + n * sharded[0] for part, n in zip(parts, chunks, strict=True)]
     backward = [part.backward + part.backward_tp + n * sharded[1] for part, n in zip(parts, chunks, strict=True)]
-    cut = layout.tensor_parallel if layout.sequence_parallel or layout.scatter_gather else 1
-    message = model.tokens * shape.hidden * kernels.bits / 8 / cut
+    message = model.tokens * shape.hidden * layout.element_bytes / layout.message_cut
     send = links.send(message, cluster.world_size // p) if p > 1 else 0.0
     if not layout.overlap_pipeline and p > 1:
         forward, backward = [f + send for f in forward], [b + send for b in backward]
@@ -199,7 +196,7 @@ def _sharded_slowdown(
     if not layout.communicates_each_micro_batch or replicas.size == 1:
         return 0.0, 0.0
     parameters = held * layout.pipeline_parallel / shape.layers
-    gather = links.gather(2 * parameters, replicas) if layout.zero_stage == 3 else 0.0
+    gather = links.gather(layout.element_bytes * parameters, replicas) if layout.zero_stage == 3 else 0.0
     reduce = links.gather(layout.reduce_bytes * parameters, replicas)
 
     def added(compute: float, communication: float) -> float:
@@ -216,17 +213,18 @@ def _data_parallel(
     if replicas.size == 1:
         return 0.0, 0.0
     reduce = links.gather(layout.reduce_bytes * held, replicas)
-    gather = links.gather(2 * held, replicas) if layout.zero_stage else reduce
+    gather = links.gather(layout.element_bytes * held, replicas) if layout.zero_stage else 0.0
     if layout.communicates_each_micro_batch:
         return (gather, gather) if layout.zero_stage == 2 else (0.0, 0.0)
-    if not layout.overlap_grad_reduce:
-        # Systems without overlap reduce all gradients to all replicas, whatever each of them needs.
-        total = 2 * reduce + (gather if layout.zero_stage else 0.0)
-        return total, total
+    if not layout.overlap_grad_reduce or not layout.zero_stage:
+        # Every replica gets all sums. So it does, whatever it needs, in systems that do not overlap.
+        reduce *= 2
     total = reduce + gather
+    if not layout.overlap_grad_reduce:
+        return total, total
     # Reduced behind the last backward, gathered behind the first forward; what hides still costs a little. Of several
     # chunks, one is done with its last micro-batch a round of p micro-batches before the next.
     v, round_size = layout.virtual_stages, min(layout.pipeline_parallel, layout.micro_batches)
     rounds = (1 + (v - 1) * round_size) / v
-    hidden = min(reduce, rounds * backward) + (min(gather, rounds * forward) if layout.zero_stage else 0.0)
+    hidden = min(reduce, rounds * backward) + min(gather, rounds * forward)
     return total, total - hidden * (1 - links.constants.overlap_cost)

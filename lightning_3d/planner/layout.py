@@ -227,6 +227,16 @@ class Layout:
         """Bytes of a gradient element as it is kept and summed."""
         return _DTYPE_BYTES[self.reduce_dtype]
 
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a parameter that is computed with, and of an element of the hidden states."""
+        return {"32-true": 4, "64-true": 8}.get(self.precision, 2)
+
+    @property
+    def message_cut(self) -> int:
+        """Ranks that share a message between two stages."""
+        return self.tensor_parallel if self.sequence_parallel or self.scatter_gather else 1
+
     def chunk_layers(self, shape: ModelShape) -> Sequence[int]:
         """Layers of every chunk of a model.
 

@@ -11,8 +11,14 @@ from lightning_3d.planner.shape import ModelShape
 GB = 1e9
 _RESERVED, _CONTEXT = 1.06, 4.5e9
 """What the allocator holds beyond the tensors, and bytes of CUDA's context, libraries and NCCL's channels."""
+
 _BUCKET = 25 * 2**20
 """Bytes that are gathered or reduced at once at least."""
+
+
+def on_device(num_bytes: float) -> float:
+    """Bytes that ``nvidia-smi`` would show for so many of tensors: with the allocator's fragments, CUDA and NCCL."""
+    return num_bytes * _RESERVED + _CONTEXT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +45,8 @@ class StageMemory:
 
     @property
     def on_device(self) -> float:
-        """Bytes that ``nvidia-smi`` would show: with the allocator's fragments, CUDA's context and NCCL."""
-        return self.total * _RESERVED + _CONTEXT
+        """Bytes that ``nvidia-smi`` would show; see :func:`on_device`."""
+        return on_device(self.total)
 
     def in_gb(self) -> dict[str, float]:
         """By kind, in 1e9 bytes."""
@@ -131,13 +137,22 @@ def layer_activations(
     return outside / t_outside + (attention + mlp + scores) / t
 
 
+def expert_parameters(shape: ModelShape, layers: int, layout: Layout) -> float:
+    """Parameters of experts among those of a chunk that one tensor-parallel rank holds."""
+    if not shape.experts:
+        return 0.0
+    moe = layers * shape.moe_layers / shape.layers
+    whole = shape.experts * shape.mlp_parameters(shape.expert_width)
+    return moe * whole / (layout.tensor_parallel * layout.expert_parallel)
+
+
 def chunk_parameters(shape: ModelShape, layers: int, is_first: bool, is_last: bool, layout: Layout) -> float:
     """Parameters of a chunk that one tensor-parallel rank holds."""
-    t, e = layout.tensor_parallel, layout.expert_parallel
+    t = layout.tensor_parallel
     moe = layers * shape.moe_layers / shape.layers
-    experts = shape.experts * shape.mlp_parameters(shape.expert_width) if shape.experts else 0
-    per_moe = (shape.moe_layer_parameters - experts) / t + experts / (t * e)
-    total = (layers - moe) * shape.layer_parameters / t + moe * per_moe
+    total = (layers - moe) * shape.layer_parameters / t + moe * shape.moe_layer_parameters / t
+    experts = expert_parameters(shape, layers, layout)
+    total -= experts * (layout.expert_parallel - 1)
     if is_first:
         total += shape.vocab * shape.hidden / t + shape.position_parameters + shape.embedding_norm * shape.norm_size
     if is_last:
@@ -156,7 +171,7 @@ def stage_memory(shape: ModelShape, layout: Layout) -> tuple[StageMemory, ...]:
     chunk_layers = layout.chunk_layers(shape)
     owners = chunk_ranks(name, p, v)
     last = layout.num_chunks - 1
-    element = {"32-true": 4, "64-true": 8}.get(layout.precision, 2) / 2
+    element = layout.element_bytes / 2
     t = layout.tensor_parallel
     tokens = shape.seq_len / layout.context_parallel * layout.micro_batch_size
     # A pipeline that reduces once a step keeps whole gradients and parameters meanwhile.
@@ -167,11 +182,14 @@ def stage_memory(shape: ModelShape, layout: Layout) -> tuple[StageMemory, ...]:
         shape, layout.micro_batch_size, t, layout.sequence_parallel, None, layout.flash_attention,
         layout.context_parallel,
     )  # fmt: skip
+    message = layout.element_bytes * tokens * shape.hidden / layout.message_cut
     result = []
     for rank in range(p):
         chunks = [c for c in range(layout.num_chunks) if owners[c] == rank]
         parameters = sum(chunk_parameters(shape, chunk_layers[c], c == 0, c == last, layout) for c in chunks)
         layers = sum(chunk_layers[c] for c in chunks)
+        # Experts that are shared out have fewer replicas to share their states with.
+        shared = (parameters + expert_parameters(shape, layers, layout) * (layout.expert_parallel - 1)) / d
         live = in_flight_chunks(name, rank, p, v, layout.micro_batches) / v if p > 1 else 1
         activations = live * layers * kept
         if 0 in chunks:
@@ -183,6 +201,9 @@ def stage_memory(shape: ModelShape, layout: Layout) -> tuple[StageMemory, ...]:
             activations += 4 * element * tokens * shape.hidden / (t if layout.sequence_parallel else 1)
         layer = shape.layer_parameters / t if not shape.experts else chunk_parameters(shape, 1, False, False, layout)
         buffers = 0.0 if layout.fused_loss else 2 * logits  # copies that a plain cross entropy keeps
+        if p > 1:
+            # Activations and gradients that arrive ahead of their use, and gradients on their way out.
+            buffers += message * (2 * (rank > 0 or v > 1) + (rank < p - 1 or v > 1))
         if layout.zero_stage == 3:
             # Two layers are gathered, one's gradients are whole; and so is the root: the embedding and the head.
             root = (shape.embedding_parameters * (0 in chunks) + shape.head_parameters * (last in chunks)) / t
@@ -199,10 +220,10 @@ def stage_memory(shape: ModelShape, layout: Layout) -> tuple[StageMemory, ...]:
             StageMemory(
                 parameters=0.0
                 if layout.offload == "parameters"
-                else parameters * (states.parameters + states.parameters_shared / d),
-                gradients=parameters
-                * (states.gradients + states.gradients_shared / d + 2 * layout.keeps_16bit_gradients),
-                optimizer=0.0 if offloaded else parameters * (states.optimizer + states.optimizer_shared / d),
+                else parameters * states.parameters + shared * states.parameters_shared,
+                gradients=parameters * (states.gradients + 2 * layout.keeps_16bit_gradients)
+                + shared * states.gradients_shared,
+                optimizer=0.0 if offloaded else parameters * states.optimizer + shared * states.optimizer_shared,
                 activations=activations,
                 logits=logits,
                 buffers=buffers,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning_3d.planner.cluster import Cluster
 from lightning_3d.planner.estimate import Estimate
 from lightning_3d.planner.explain import MEMORY_ERROR
+from lightning_3d.planner.gpus import CPU
 from lightning_3d.planner.layout import Layout
 from lightning_3d.planner.memory import chunk_parameters
 from lightning_3d.planner.pipeline import pipeline_time
@@ -30,6 +31,7 @@ def warnings(
         _vocabulary(shape, layout),
         _heads(shape, layout),
         _uneven_stages(shape, layout),
+        _precision(cluster, layout),
     )
     return tuple(text for text in found if text)
 
@@ -134,3 +136,22 @@ def _uneven_stages(shape: ModelShape, layout: Layout) -> str | None:
         f"{shape.layers} layers over {len(chunks)} chunks: the longest has {max(chunks)}, the shortest {min(chunks)};"
         f" all wait for the longest ({lost:.0%})."
     )
+
+
+def _precision(cluster: Cluster, layout: Layout) -> str | None:
+    generation = cluster.device.generation
+    if generation == "volta" and layout.precision.startswith("bf16"):
+        return (
+            f"A {cluster.device.name} has no bfloat16 arithmetic, which is many times slower there than predicted. Use"
+            " precision='16-mixed'."
+        )
+    if generation == CPU:
+        return None
+    if layout.precision == "64-true":
+        return "precision='64-true' is timed at a quarter of the 16-bit peak, which few GPUs reach."
+    if layout.precision == "32-true":
+        return (
+            "precision='32-true' is timed as if products ran on tensor cores: set"
+            " torch.set_float32_matmul_precision('high'). Full float32, PyTorch's default, takes several times as long."
+        )
+    return None

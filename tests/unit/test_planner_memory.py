@@ -145,3 +145,23 @@ def test_offloaded_states_are_not_on_the_device() -> None:
     shape, layout = preset("llama3-8b"), Layout(global_batch_size=1)
     assert stage_memory(shape, layout)[0].optimizer > 0
     assert stage_memory(shape, Layout(global_batch_size=1, offload="optimizer"))[0].optimizer == 0
+
+
+def test_messages_between_stages_are_few() -> None:
+    """From both neighbours ahead of their use, and back to the one before; hidden states cut along the sequence."""
+    shape = preset("llama3-8b")
+    layout = Layout(pipeline_parallel=4, tensor_parallel=2, sequence_parallel=True, global_batch_size=16)
+    hidden = 2 * shape.seq_len * shape.hidden / 2
+    assert [stage.buffers for stage in stage_memory(shape, layout)[:3]] == [hidden, 3 * hidden, 3 * hidden]
+
+
+@pytest.mark.parametrize("expert_parallel", [2, 8])
+def test_experts_that_are_shared_out_have_fewer_replicas_for_their_states(expert_parallel: int) -> None:
+    shape = preset("mixtral-8x7b")
+    whole, cut = (
+        stage_memory(shape, Layout(data_parallel=8, global_batch_size=8, expert_parallel=size))[0]
+        for size in (1, expert_parallel)
+    )
+    assert cut.optimizer == pytest.approx(whole.optimizer)
+    experts = 32 * 8 * shape.mlp_parameters(shape.expert_width)
+    assert whole.parameters - cut.parameters == pytest.approx(2 * experts * (1 - 1 / expert_parallel))

@@ -269,6 +269,18 @@ def test_rules_of_thumb_have_the_numbers_of_the_case() -> None:
     assert "width 32 are no multiple of 64" in rules_of(narrow, data_parallel=16, global_batch_size=16)
 
 
+def test_precisions_that_a_gpu_does_not_run_at_the_speed_assumed_are_told() -> None:
+    old = Cluster(gpu="v100-32g", num_nodes=2)
+    assert "has no bfloat16" in rules_of(cluster=old, data_parallel=16, global_batch_size=16)
+    assert "bfloat16" not in rules_of(cluster=old, data_parallel=16, global_batch_size=16, precision="16-mixed")
+    text = rules_of(data_parallel=16, global_batch_size=16, precision="32-true")
+    assert "set torch.set_float32_matmul_precision('high')" in text
+    assert "quarter of the 16-bit peak" in rules_of(data_parallel=16, global_batch_size=16, precision="64-true")
+    assert "tensor cores" not in rules_of(
+        cluster=Cluster(gpu="cpu", gpus_per_node=4), data_parallel=4, global_batch_size=4, precision="32-true"
+    )
+
+
 def test_tight_memory_is_a_warning() -> None:
     layout = Layout(data_parallel=16, global_batch_size=16)
     found = estimate(SMALL, NODE, layout)

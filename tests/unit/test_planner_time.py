@@ -150,6 +150,26 @@ def test_rings() -> None:
     assert links.send(n, 8) == pytest.approx(20e-6 + n / 25e9)
     assert links.send(n, 1) == pytest.approx(10e-6 + n / 300e9)
     assert links.gather(n, Group(1)) == 0.0
+    # every rank sends its own parts to other nodes by its own card
+    assert links.all_to_all(n, across) == pytest.approx(20e-6 + 24 / 32 * n / 25e9)
+    assert links.all_to_all(n, inside) == pytest.approx(10e-6 + 7 / 8 * n / 300e9)
+
+
+def test_the_whole_all_reduce_of_zero_0_hides_behind_the_last_backward() -> None:
+    shape, cluster = PRESETS["llama2-7b"], Cluster.parse("h100-80g:4x8")
+    options = {"tensor_parallel": 2, "data_parallel": 16, "micro_batch_size": 8, "global_batch_size": 512}
+    found = [estimate(shape, cluster, Layout(zero_stage=stage, **options)) for stage in (0, 1)]
+    cost = constants("hopper").overlap_cost
+    assert found[0].exposed_dp_s == pytest.approx(cost * found[0].dp_s)
+    assert found[0].dp_s > found[1].dp_s  # sums go to all replicas, in float32
+
+
+def test_latencies_of_a_cluster_go_before_those_of_its_gpus() -> None:
+    shape, layout = PRESETS["gpt2"], Layout(tensor_parallel=4, data_parallel=4, global_batch_size=16)
+    given = Cluster(gpu="a100-80g", num_nodes=2, intra_node_latency_us=100, inter_node_latency_us=1000)
+    assert dict(given.own_constants) == {"latency_us": 100, "network_latency_us": 1000}
+    slow, usual = (estimate(shape, one, layout) for one in (given, Cluster(gpu="a100-80g", num_nodes=2)))
+    assert slow.tp_s > 5 * usual.tp_s and slow.dp_s > usual.dp_s
 
 
 def test_tensor_parallel_bytes_are_those_of_activations() -> None:
