@@ -28,6 +28,9 @@ class Predicts(Tokens):
         first = batch[:, 0]
         return {"logits": logits, "view": logits[:, -1], "names": [f"row {int(i)}" for i in first], "first": first}
 
+    def micro_batch_weight(self, batch: Any) -> Tensor:
+        raise KeyError("labels, which what is predicted does not have")
+
 
 class Batches:
     """Of the user's own making."""

@@ -239,7 +239,8 @@ class StepRunner:
         facts = self._ledger.current
         pieces = self._pieces(args[0], facts, training=False)
         self._count(facts, len(pieces), args[0])
-        weights, _ = self._weigh(pieces, facts)
+        # What is predicted need not have the targets that the user's weight counts.
+        weights, _ = self._weigh(pieces, facts, has_loss=mode != "predict")
         self._begin(facts, len(pieces))
         call = self._caller(mode, step_fn, args, weights)
         if self._mesh.pp.size == 1:
@@ -294,7 +295,7 @@ class StepRunner:
         return max(1, -(-first.global_size // self._mesh.dp.size))
 
     def _weigh(
-        self, pieces: Sequence[MicroBatch], facts: BatchFacts
+        self, pieces: Sequence[MicroBatch], facts: BatchFacts, has_loss: bool = True
     ) -> tuple[Sequence[float | Tensor], list[float | Tensor]]:
         """What every piece weighs in means, and by what its loss is multiplied before backward.
 
@@ -302,7 +303,7 @@ class StepRunner:
         all pieces of all replicas. This is the one place where losses are scaled.
         """
         replicas = self._mesh.dp.size
-        weigh = getattr(self._module, "micro_batch_weight", None)
+        weigh = getattr(self._module, "micro_batch_weight", None) if has_loss else None
         weights = loss_weights(pieces, weigh, self._mesh.device)
         if self._config.loss_reduction == "sum":
             return weights, [float(replicas) if piece.size else 0.0 for piece in pieces]
@@ -312,7 +313,8 @@ class StepRunner:
                 weights = [float(w) * facts.samples / total for w in weights]
             return weights, [float(w) * replicas / facts.global_samples for w in weights]
         together = all_reduce(torch.stack([torch.as_tensor(w) for w in weights]).sum(), self._mesh.dp)
-        return weights, [w * replicas / together for w in weights]
+        # Where nobody has a token that counts, 0 / 0 would make all gradients NaN.
+        return weights, [torch.where(together > 0, w * replicas / together, 0.0) for w in weights]
 
     def _caller(
         self, mode: str, step_fn: Callable[..., Any], args: Sequence[Any], weights: Sequence[float | Tensor]
