@@ -240,7 +240,7 @@ class Writer:
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder, FILE)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._held: list[Window] = []
+        self._held: Window | None = None
         self._together = 1
         """Windows that become one line."""
         self._lines = 0
@@ -252,17 +252,18 @@ class Writer:
         if not isinstance(entry, Window):
             self._add(entry)
             return
-        self._held.append(entry)
-        if len(self._held) == self._together:
+        # One by one: thousands of ranks by hundreds of windows have no place in memory.
+        self._held = entry if self._held is None else mean_window((self._held, entry))
+        if self._held.windows == self._together:
             self.flush()
             self._lines += 1
             self._together *= 1 if self._lines % _LINES else 2
 
     def flush(self) -> None:
         """Write the windows that wait."""
-        held, self._held = self._held, []
-        if held:
-            self._add(held[0] if len(held) == 1 else mean_window(held))
+        held, self._held = self._held, None
+        if held is not None:
+            self._add(held)
 
     def _add(self, entry: Entry) -> None:
         kind = next(name for name, of in _KINDS.items() if isinstance(entry, of))
