@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -21,17 +22,29 @@ def check_config_files(args: Sequence[str]) -> None:
     """
     for given in config_files(args):
         path = Path(given)
-        if path.is_dir():
-            raise ConfigError(f"--config {given} is a folder. Give the path of a YAML file.")
-        if not path.exists():
-            if "{" in given or "\n" in given:  # the configuration itself, not the name of a file
-                continue
-            parent = path.parent
-            beside = sorted(item.name for item in parent.glob("*") if item.suffix in (".yaml", ".yml", ".json"))
-            hint = suggest(path.name, beside, f"{parent}/" if given != path.name else "")
-            raise ConfigError(f"--config {given}: there is no such file, seen from {os.getcwd()}.{hint}")
+        if not path.exists() and ("{" in given or "\n" in given):  # the configuration itself, not the name of a file
+            continue
+        _check_exists(given)
         if path.suffix != ".json":
             _check_yaml(path)
+
+
+def read_recipe(given: str, purpose: str) -> dict[str, Any]:
+    """The content of a recipe, for a command that takes what it needs of it.
+
+    Args:
+        given: Value of ``--config``.
+        purpose: What the command does with the model, such as ``"to run"``.
+
+    Raises:
+        ConfigError: as `check_config_files`, or if it has no model.
+    """
+    _check_exists(given)
+    _check_yaml(Path(given))
+    content: dict[str, Any] = yaml.safe_load(Path(given).read_text())
+    if "model" not in content:
+        raise ConfigError(f"--config {given} has no 'model' entry, so there is nothing {purpose}.")
+    return content
 
 
 def config_files(args: Sequence[str]) -> Iterator[str]:
@@ -42,6 +55,17 @@ def config_files(args: Sequence[str]) -> Iterator[str]:
             yield value
         elif arg in ("-c", "--config") and index + 1 < len(args):
             yield args[index + 1]
+
+
+def _check_exists(given: str) -> None:
+    path = Path(given)
+    if path.is_dir():
+        raise ConfigError(f"--config {given} is a folder. Give the path of a YAML file.")
+    if not path.exists():
+        parent = path.parent
+        beside = sorted(item.name for item in parent.glob("*") if item.suffix in (".yaml", ".yml", ".json"))
+        hint = suggest(path.name, beside, f"{parent}/" if given != path.name else "")
+        raise ConfigError(f"--config {given}: there is no such file, seen from {os.getcwd()}.{hint}")
 
 
 def _check_yaml(path: Path) -> None:

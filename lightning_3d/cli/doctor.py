@@ -7,15 +7,14 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-import yaml
 from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_3d.cli.command import BAD_INPUT, FAILURE, SUCCESS, Parser
+from lightning_3d.cli.config_files import read_recipe
 from lightning_3d.cli.doctor_report import render
 from lightning_3d.cli.examination import examine
 from lightning_3d.cli.model_choice import (
@@ -59,6 +58,11 @@ def main(args: Sequence[str]) -> int:
     with contextlib.redirect_stdout(sys.stderr), _one_thread():
         model = given.build()
         sizes = given.config.sizes(given.world, given.world)
+        if left := [name for name in ("tensor_parallel", "pipeline_parallel") if getattr(given.config, name) == "auto"]:
+            sys.stderr.write(
+                f"note: {' and '.join(left)} left 'auto' are taken to be 1 here. A run chooses for its devices, and"
+                " `lightning-3d dry-run --cluster` tells what.\n"
+            )
         found = examine(model.module, model.title, given.config, sizes)
     if given.as_json:
         print(json.dumps(found.as_json(), indent=2))
@@ -140,7 +144,8 @@ class _Request:
 
 def _parse(args: list[str]) -> _Request:
     args = [_long(arg) for arg in args]
-    recipe = _read_recipe(_take(args, "--config"))
+    named = _take(args, "--config")
+    recipe = {} if named is None else read_recipe(named, "to examine")
     wanted, options = _model_of(recipe), _strategy_of(recipe)
     given = _take(args, "--model")
     if given is not None:
@@ -204,11 +209,12 @@ def _long(arg: str) -> str:
 
 
 def _take(args: list[str], name: str) -> str | None:
-    """Take the last ``--name value`` or ``--name=value`` out of ``args``."""
+    """Take every ``--name value`` and ``--name=value`` out of ``args``; gives the last."""
     found = None
     for index in reversed(range(len(args))):
         if args[index].startswith(f"{name}="):
-            found = found or args.pop(index).partition("=")[2]
+            value = args.pop(index).partition("=")[2]
+            found = found or value
         elif args[index] == name and index + 1 < len(args):
             value = args.pop(index + 1)
             args.pop(index)
@@ -221,20 +227,6 @@ def _is_short_name(choice: str) -> bool:
     import lightning_3d.models
 
     return isinstance(getattr(lightning_3d.models, choice, None), type)
-
-
-def _read_recipe(path: str | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    if not Path(path).is_file():
-        raise ConfigError(f"--config {path}: there is no such file.")
-    try:
-        recipe = yaml.safe_load(Path(path).read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path} is not YAML: {error}") from error
-    if not isinstance(recipe, dict) or "model" not in recipe:
-        raise ConfigError(f"--config {path} has no 'model' entry, so there is nothing to examine.")
-    return recipe
 
 
 def _model_of(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import json
 import logging
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -22,10 +21,11 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_3d.cli.command import CLI, FAILURE, STRATEGY, SUCCESS, Parser
+from lightning_3d.cli.config_files import read_recipe
 from lightning_3d.cli.dry_run_report import render
 from lightning_3d.cli.numbers import positive, whole
 from lightning_3d.cli.numbers import positive_number as seconds
-from lightning_3d.config import Sizes
+from lightning_3d.config import ParallelConfig, Sizes
 from lightning_3d.dry_run import Batch, Job, dry_run
 from lightning_3d.dry_run.comparison import Comparison, compare
 from lightning_3d.errors import ConfigError
@@ -33,7 +33,10 @@ from lightning_3d.example_inputs import example_inputs
 from lightning_3d.initialization import deferring, reading_late
 from lightning_3d.pipeline.micro_batches import batch_size_of
 from lightning_3d.planner import Cluster
+from lightning_3d.planner.gpus import CPU
 from lightning_3d.strategy import ThreeDStrategy
+from lightning_3d.trainer.setup.choice import Circumstances, choose, has_choice
+from lightning_3d.trainer.setup.chooser import sample_length
 
 _DESCRIPTION = """Run ranks of the job of a recipe without memory and without the other ranks, by the code that trains:
 the module is laid out, cut and sharded, and steps through its schedule with an optimizer. Shows per pipeline stage what
@@ -157,7 +160,7 @@ class _Recipe(CLI):
 
 
 def _job(given: argparse.Namespace, cluster: Cluster | None) -> Job:
-    recipe = _read(given.config)
+    recipe = read_recipe(given.config, "to run")
     trainer = recipe["trainer"] = dict(recipe.get("trainer") or {})
     world, per_node = _world(given, cluster, trainer)
     if world % per_node:
@@ -165,6 +168,7 @@ def _job(given: argparse.Namespace, cluster: Cluster | None) -> Job:
             f"{world} ranks do not divide into nodes of {per_node} devices. Use --devices-per-node or another"
             " --world-size."
         )
+    accelerator = trainer.get("accelerator")
     trainer.update(_ALONE, devices=per_node, num_nodes=world // per_node)
     with deferring(1, draws=False), reading_late(1):
         cli = _Recipe({key: recipe[key] for key in _KEYS if key in recipe})
@@ -175,25 +179,49 @@ def _job(given: argparse.Namespace, cluster: Cluster | None) -> Job:
                 f"{given.config} trains with {type(strategy).__name__}, but a dry run is of the 3D strategy. Use"
                 " strategy='3d'."
             )
-        sizes: Sizes = strategy.config.sizes(world, per_node)
+        is_chosen = has_choice(strategy.config, world) and not strategy.config.elastic
+        if not is_chosen:
+            strategy.config.sizes(world, per_node)  # what cannot work is refused before anything is built
         cli.trainer.strategy.connect(module)
         module.trainer = cli.trainer
         with strategy.tensor_init_context():
             module.setup("fit")
             module.configure_model()
-    return Job(trainer=cli.trainer, module=module, sizes=sizes, batch=_batch(given, cli, sizes))
+    if is_chosen:
+        strategy.config = _chosen(cli, strategy, cluster, world, per_node)
+    sizes = strategy.config.sizes(world, per_node)
+    on_gpus = accelerator in ("gpu", "cuda") if cluster is None else cluster.device.generation != CPU
+    return Job(trainer=cli.trainer, module=module, sizes=sizes, batch=_batch(given, cli, sizes), on_gpus=on_gpus)
 
 
-def _read(path: str) -> dict[str, Any]:
-    if not Path(path).is_file():
-        raise ConfigError(f"--config {path}: there is no such file.")
-    try:
-        recipe = yaml.safe_load(Path(path).read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path} is not YAML: {error}") from error
-    if not isinstance(recipe, dict) or "model" not in recipe:
-        raise ConfigError(f"--config {path} has no 'model' entry, so there is nothing to run.")
-    return recipe
+def _chosen(
+    cli: LightningCLI, strategy: ThreeDStrategy, cluster: Cluster | None, world: int, per_node: int
+) -> ParallelConfig:
+    """The options with the sizes that a run on ``cluster`` would choose in the place of ``"auto"``."""
+    config = strategy.config
+    if cluster is None:
+        names = [name for name in ("tensor_parallel", "pipeline_parallel") if getattr(config, name) == "auto"]
+        sys.stderr.write(
+            f"note: {' and '.join(names)} left 'auto' are chosen for the devices of a run, which --cluster would tell."
+            " Without it they are taken to be 1.\n"
+        )
+        return config
+    here = dataclasses.replace(cluster, num_nodes=world // per_node, gpus_per_node=per_node)
+    choice = choose(
+        cli.model,
+        config,
+        Circumstances(
+            cluster=here,
+            is_known=here.device.generation != CPU,
+            precision=str(cli.trainer.precision_plugin.precision),
+            accumulated=cli.trainer.accumulate_grad_batches,
+            seq_len=sample_length([cli.datamodule]),
+        ),
+    )
+    for text in filter(None, (choice.reason, choice.warning)):
+        sys.stderr.write(f"note: {text}\n")
+    sizes = choice.sizes
+    return config.replace(tensor_parallel=sizes.tp, pipeline_parallel=sizes.pp, data_parallel=sizes.dp)
 
 
 def _world(given: argparse.Namespace, cluster: Cluster | None, trainer: Mapping[str, Any]) -> tuple[int, int]:

@@ -122,6 +122,12 @@ def _timeline(console: Console, stage: StageReport, unit: _Unit) -> None:
 
 
 def _comparison(console: Console, found: DryRun, against: Comparison) -> None:
+    if against.gpu:
+        needed, room = against.needed_bytes / GB, against.gpu_bytes / GB
+        console.print(
+            f"\nWith what CUDA, NCCL and the allocator take, the fullest stage needs about {needed:.1f} GB of the"
+            f" {room:.0f} GB of a {against.gpu}."
+        )
     if against.note:
         console.print(f"\n{against.note}", markup=False)
     if not against.estimated:
@@ -146,6 +152,8 @@ def _comparison(console: Console, found: DryRun, against: Comparison) -> None:
 def _notes(console: Console, found: DryRun) -> None:
     if found.warning:
         console.print(f"\nwarning: {found.warning}", markup=False)
+    if found.note:
+        console.print(f"\nnote: {found.note}", markup=False)
     reads: dict[str, int] = {}
     for stage in found.stages:
         reads.update(stage.record.reads)

@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 from torch import nn
 
 from lightning_3d import tensor_parallel
-from lightning_3d.cli.simulated_ranks import on_tensor_parallel_ranks
 from lightning_3d.config import ParallelConfig, Sizes
+from lightning_3d.dry_run.simulated_ranks import on_tensor_parallel_ranks
 from lightning_3d.errors import ConfigError, ThreeDError
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.blocks import BlockList, ChunkMap, find_block_lists

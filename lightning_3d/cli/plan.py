@@ -11,6 +11,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_3d.cli.config_files import read_recipe
 from lightning_3d.cli.did_you_mean import suggest
 from lightning_3d.cli.numbers import not_negative, positive
 from lightning_3d.cli.paths import check_writable, write_file
@@ -44,6 +45,8 @@ _OPTIONS = {
 
 _MISREAD = 0.03
 """Part of the parameters that the shape may miss without a word."""
+_MISCOUNTED = 0.1
+"""The same of the operations, which depend on how attention is written."""
 
 
 def main(args: list[str]) -> int:
@@ -126,7 +129,7 @@ class _Job:
         if (given.model is None) == (given.config is None):
             raise ConfigError("plan needs one of --model and --config.")
         self.cluster = Cluster.parse(given.cluster)
-        self.recipe: dict[str, Any] = _recipe(given.config)
+        self.recipe: dict[str, Any] = read_recipe(given.config, "to plan for") if given.config is not None else {}
         """What the user's recipe has, or what follows from ``--model``."""
         trainer = _section(self.recipe, "trainer")
         strategy = _section(_section(trainer, "strategy"), "init_args")
@@ -192,7 +195,29 @@ class _Job:
                 f"warning: read as {shape.layers} layers of width {shape.hidden} with {shape.parameters:,} parameters,"
                 f" but the model has {held:,}: it is no plain transformer, and the plan is that far off.\n"
             )
+        if (misread := _counted_otherwise(module, shape)) is not None:
+            sys.stderr.write(f"warning: {misread}\n")
         return shape
+
+
+def _counted_otherwise(module: Any, shape: ModelShape) -> str | None:
+    """What to say if the operations that a run on the meta device counts are not those of the shape."""
+    from lightning_3d.pipeline.block_lists import find_block_lists
+    from lightning_3d.pipeline.flops import LONGEST, count_flops
+    from lightning_3d.planner.flops import model_flops_per_token
+
+    length = min(shape.seq_len, LONGEST)
+    blocks = [name for found in find_block_lists(module) for name in found.blocks]
+    counted = count_flops(module, blocks, length=length) if blocks else None
+    if counted is None or counted.inputs != f"1 x {length}":
+        return None  # no made-up sample of tokens runs through it
+    formula = length * model_flops_per_token(replace(shape, seq_len=length))
+    if abs(counted.products - formula) <= _MISCOUNTED * counted.products:
+        return None
+    return (
+        f"a training step on a sample of {length:,} tokens takes {counted.products / 1e12:.3g} TFLOP, counted on the"
+        f" module, but {formula / 1e12:.3g} by the shape that was read off it: times are that far off."
+    )
 
 
 def _arguments(rest: Sequence[str]) -> dict[str, Any]:
@@ -229,22 +254,6 @@ def _changed(shape: ModelShape, changes: Mapping[str, Any], seq_len: int | None)
             raise ConfigError(f"--seq-len {seq_len} and --model.seq_len={changes['seq_len']} differ. Give one of them.")
         changes = {**changes, "seq_len": seq_len}
     return replace(shape, **changes)
-
-
-def _recipe(path: str | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path} is not YAML: {error}") from error
-    if not isinstance(content, dict) or "model" not in content:
-        raise ConfigError(f"--config {path} has no 'model' entry, so there is nothing to plan for.")
-    return content
 
 
 def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -166,7 +166,10 @@ class Allocations:
     def _kind(self, piece: Piece, at: int) -> str:
         if piece.kind and piece.kind != "communication":
             return piece.kind
-        if self.moments[piece.born].phase == "F":
+        born = self.moments[piece.born]
+        if born.phase == "RF" and replace(born, phase="F") in self.moments[piece.born : at + 1]:
+            return "activations"  # what has arrived is kept for the backward
+        if born.phase == "F":
             if piece.place == "head":
                 return "logits"
             if piece.died < 0 or piece.died > piece.born:

@@ -13,7 +13,8 @@ from lightning_3d.dry_run.job import Job
 from lightning_3d.dry_run.report import DryRun, StageReport
 from lightning_3d.errors import ThreeDError
 from lightning_3d.planner import Cluster, Layout, ModelShape, estimate
-from lightning_3d.planner.memory import stage_memory
+from lightning_3d.planner.gpus import CPU
+from lightning_3d.planner.memory import on_device, stage_memory
 from lightning_3d.planner.reading import shape_of_module
 
 GB = 1e9
@@ -41,6 +42,8 @@ class Comparison:
     """Why there is no estimate, or what it rests on."""
     gpu: str = ""
     gpu_bytes: float = 0.0
+    needed_bytes: float = 0.0
+    """Of the fullest stage, with what CUDA, NCCL and the allocator take besides tensors."""
     step_time_s: float | None = None
     fits: bool | None = None
     """Whether the fullest stage fits; ``None`` where no GPU is known."""
@@ -68,9 +71,11 @@ def compare(job: Job, found: DryRun, cluster: Cluster | None) -> Comparison:
     if cluster is None:
         return Comparison(estimated=estimated, found=measured, note=note)
     most, room = found.fullest, cluster.gpu_memory_gb * GB
-    fits = most.peak_bytes <= room
+    needed = float(most.peak_bytes) if cluster.device.generation == CPU else on_device(most.peak_bytes)
+    fits = needed <= room
     why = "" if fits else (
-        f"stage {most.stage} needs {most.peak_bytes / GB:.1f} GB and a {cluster.device.name} has {room / GB:.0f} GB."
+        f"stage {most.stage} needs {most.peak_bytes / GB:.1f} GB for tensors, about {needed / GB:.1f} GB with what"
+        f" CUDA, NCCL and the allocator take, and a {cluster.device.name} has {room / GB:.0f} GB."
         " Use activation_checkpointing, a smaller micro_batch_size, a higher zero_stage, or more ranks per replica."
     )  # fmt: skip
     return Comparison(
@@ -79,6 +84,7 @@ def compare(job: Job, found: DryRun, cluster: Cluster | None) -> Comparison:
         note=note,
         gpu=cluster.device.name,
         gpu_bytes=room,
+        needed_bytes=needed,
         step_time_s=step_time,
         fits=fits,
         why=why,
@@ -96,7 +102,7 @@ def _by_planner_kind(stage: StageReport, is_mixed: bool) -> dict[str, float]:
 
 def layout_of(job: Job, found: DryRun) -> Layout:
     """The planner's layout of a job."""
-    config, sizes = job.config, job.sizes
+    config, sizes, precision = job.config, job.sizes, job.trainer.precision_plugin.precision
     return Layout(
         tensor_parallel=sizes.tp,
         pipeline_parallel=sizes.pp,
@@ -108,8 +114,9 @@ def layout_of(job: Job, found: DryRun) -> Layout:
         global_batch_size=found.samples * sizes.dp,
         sequence_parallel=config.sequence_parallel,
         activation_checkpointing=config.activation_checkpointing,
-        precision=str(job.trainer.precision_plugin.precision),
+        precision=str(precision),
         pipeline_split=tuple(len(chunk) for chunk in found.layout.chunks) or None,
+        reduce_dtype=config.reduce_dtype or ("float64" if str(precision) == "64-true" else "float32"),
         loss_parallel=config.loss_parallel,
     )
 

@@ -21,18 +21,23 @@ class ForkError(ThreeDError):
     """A fork that failed in a way of which nothing is known to the user."""
 
 
-def in_forks(works: Sequence[Callable[[], Result]], at_once: int, limit_s: float) -> list[Result]:
+def in_forks(
+    works: Sequence[Callable[[], Result]], at_once: int, limit_s: float, name: Callable[[int], str] | None = None
+) -> list[Result]:
     """Call every function of ``works`` in a fork of its own; gives the answers in order.
 
     Args:
         works: They need not be picklable, but their answers have to be.
         at_once: Forks that run at the same time.
         limit_s: Seconds after which all are ended.
+        name: What to call the fork of a number; by default the dry run.
 
     Raises:
-        ThreeDError: what the first that failed raised.
+        ThreeDError: what the first that failed raised. Of several, one that is no :class:`ForkError`: forks that wait
+            for each other fail when one does.
         ForkError: if a fork died, failed otherwise, or did not answer in time.
     """
+    name = name or (lambda index: "The dry run")
     context = multiprocessing.get_context("fork")
     answers: dict[int, object] = {}
     running: dict[Connection, int] = {}
@@ -44,7 +49,7 @@ def in_forks(works: Sequence[Callable[[], Result]], at_once: int, limit_s: float
             while waiting and len(running) < at_once:
                 index, work = waiting.pop()
                 receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_answer, args=(work, sender), daemon=True)
+                process = context.Process(target=_answer, args=(work, sender, name(index)), daemon=True)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # that threads do not survive a fork: none of them is needed
                     process.start()
@@ -53,17 +58,20 @@ def in_forks(works: Sequence[Callable[[], Result]], at_once: int, limit_s: float
                 running[receiver] = index
             ready = wait(list(running), max(0.0, end - time.monotonic()))
             if not ready:
-                raise ForkError(f"The dry run did not end within {limit_s:.0f} s.")
+                late = ", ".join(dict.fromkeys(name(index) for index in sorted(running.values())))
+                raise ForkError(f"{late} did not answer within {limit_s:.0f} s.")
+            failed: list[BaseException] = []
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 index = running.pop(pipe)
                 try:
                     answers[index] = pipe.recv()
                 except EOFError:
-                    raise ForkError("A process of the dry run died without an answer (out of memory?).") from None
-                found = answers[index]
-                if isinstance(found, BaseException):
-                    raise found
+                    answers[index] = ForkError(f"{name(index)} died without an answer (out of memory?).")
+                if isinstance(found := answers[index], BaseException):
+                    failed.append(found)
+            if failed:
+                raise next((error for error in failed if not isinstance(error, ForkError)), failed[0])
     finally:
         for process in processes:
             process.kill()
@@ -72,7 +80,7 @@ def in_forks(works: Sequence[Callable[[], Result]], at_once: int, limit_s: float
     return [answers[index] for index in range(len(works))]  # type: ignore[misc]
 
 
-def _answer(work: Callable[[], object], sender: Connection) -> None:
+def _answer(work: Callable[[], object], sender: Connection, name: str) -> None:
     torch.set_num_threads(1)  # pools of threads are not copied by a fork
     gc.freeze()  # what was inherited need not be searched again and again, nor its pages copied
     answer: object
@@ -83,6 +91,6 @@ def _answer(work: Callable[[], object], sender: Connection) -> None:
     except Exception as error:
         import traceback
 
-        answer = ForkError(f"The dry run failed: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+        answer = ForkError(f"{name} failed: {type(error).__name__}: {error}\n{traceback.format_exc()}")
     sender.send(answer)
     sender.close()

@@ -14,9 +14,10 @@ from lightning_3d.config import ParallelConfig, Sizes, micro_batch_count
 from lightning_3d.dry_run.extension import MARGIN, ShortStep, extended, with_batch
 from lightning_3d.dry_run.forks import in_forks
 from lightning_3d.dry_run.rank import Batch, Rank
-from lightning_3d.dry_run.record import Record, UnlikeError, between, gradients_sent, record_of, turns
+from lightning_3d.dry_run.record import Record, UnlikeError, between, bytes_sent, record_of, turns
 from lightning_3d.dry_run.report import DryRun, StageReport
 from lightning_3d.dry_run.survey import Survey, survey
+from lightning_3d.dry_run.verdicts import Verdicts, compare_blocks
 from lightning_3d.dry_run.world import standing_in
 from lightning_3d.errors import ConfigError
 from lightning_3d.initialization import materialise
@@ -43,6 +44,9 @@ class Job:
     """The whole module; built under :func:`~lightning_3d.initialization.deferring` where it is large."""
     sizes: Sizes
     batch: Batch
+    on_gpus: bool = False
+    """Whether the run's messages go by NCCL, which knows when one has arrived. gloo does not, so that the engine holds
+    on to as many gradients under way as there are stages."""
 
     @property
     def config(self) -> ParallelConfig:
@@ -97,14 +101,17 @@ def dry_run(job: Job, stages: Sequence[int] | None = None, rank: int | None = No
     blueprint = draw(job.module, config, sizes, wishes)
     described = job.config.replace(num_micro_batches=pieces.count, micro_batch_size=None)
     layout = describe(job.module, blueprint.chunks, described, sizes)
-    [found] = in_forks([lambda: survey(job.trainer, job.module, config, sizes, job.batch, blueprint)], 1, limit_s)
+    verdicts = compare_blocks(job.module, blueprint.plan, limit_s)
+    [found] = in_forks(
+        [lambda: survey(job.trainer, job.module, config, sizes, job.batch, blueprint, verdicts.check())], 1, limit_s
+    )
     place = {stage: stage * sizes.dp * sizes.tp for stage in range(sizes.pp)}
     if rank is not None:
         place[wanted[0]] = rank
 
     def run(numbers: Sequence[int]) -> list[tuple[Record, StageReport]]:
         works: list[Callable[[], tuple[Record, StageReport]]] = [
-            partial(_run, job, config, blueprint, found, pieces, place[stage]) for stage in numbers
+            partial(_run, job, config, blueprint, verdicts, found, pieces, place[stage]) for stage in numbers
         ]
         return in_forks(works, AT_ONCE, limit_s)
 
@@ -131,15 +138,22 @@ def dry_run(job: Job, stages: Sequence[int] | None = None, rank: int | None = No
         samples=job.batch.samples,
         micro_batch=pieces.size,
         warning=bubble_warning(config, sizes.pp, pieces.count) or "",
+        note=verdicts.note,
     )
 
 
 def _run(
-    job: Job, config: ParallelConfig, blueprint: Blueprint, found: Survey, pieces: _Pieces, rank: int
+    job: Job,
+    config: ParallelConfig,
+    blueprint: Blueprint,
+    verdicts: Verdicts,
+    found: Survey,
+    pieces: _Pieces,
+    rank: int,
 ) -> tuple[Record, StageReport]:
     """In a fork: lay out one rank and run steps of it, the first of which makes the optimizer's state."""
     with standing_in(job.sizes, rank) as mesh:
-        here = Rank(job.trainer, job.module, config, mesh, blueprint)
+        here = Rank(job.trainer, job.module, config, mesh, blueprint, verdicts.check(), job.on_gpus)
         here.make_optimizers()
         here.assembly.engine.know(found.links)
 
@@ -152,7 +166,7 @@ def _run(
         else:
             here.step(job.batch.of(job.batch.samples, here.memoryless))
         try:
-            record = _whole(here, config, pieces, step)
+            record = _whole(here, config, pieces, step, 0 if job.on_gpus else job.sizes.pp)
         except UnlikeError:
             here.run_as_it_is()
             record = step(pieces.count)
@@ -160,8 +174,8 @@ def _run(
         return record, StageReport.of(here, record)
 
 
-def _whole(here: Rank, config: ParallelConfig, pieces: _Pieces, step: Callable[[int], Record]) -> Record:
-    """The record of a step, of which no more is run than tells the rest."""
+def _whole(here: Rank, config: ParallelConfig, pieces: _Pieces, step: Callable[[int], Record], bound: int) -> Record:
+    """The record of a step, of which no more is run than tells the rest; ``bound`` messages are held at most."""
     pp = here.mesh.pp
     ahead = pp.size - 1 - pp.rank
     if config.schedule == "1f1b" and pp.size > 1 and pieces.even and pieces.count > ahead + MARGIN:
@@ -170,10 +184,11 @@ def _whole(here: Rank, config: ParallelConfig, pieces: _Pieces, step: Callable[[
             here.run_ahead(ahead)
             run, recorder = ahead + MARGIN, here.recorder
             record, tail = step(run), turns(recorder, ahead, (MARGIN - 1, MARGIN - 2, MARGIN - 3))
-            return ShortStep(ahead, record, tail, recorder.batch_bytes // run, gradients_sent(recorder))
+            sent = (bytes_sent(recorder, "SF"), bytes_sent(recorder, "SB"))
+            return ShortStep(ahead, record, tail, recorder.batch_bytes // run, *sent)
 
         low = short(min(ahead, 1))
-        return extended(low, short(2) if ahead > 1 else None, ahead, pp.size)
+        return extended(low, short(2) if ahead > 1 else None, ahead, bound)
     run = _enough(config, here.mesh.sizes, pieces)
     record = step(run)
     batch = here.recorder.batch_bytes * (pieces.count - run) // run
@@ -187,7 +202,7 @@ def _enough(config: ParallelConfig, sizes: Sizes, pieces: _Pieces) -> int:
     if sizes.pp == 1:
         return min(pieces.count, MARGIN)
     if config.schedule == "interleaved_1f1b" and pieces.count % sizes.pp == 0:
-        return min(pieces.count, 2 * sizes.pp)
+        return min(pieces.count, 3 * sizes.pp)
     return pieces.count
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 from lightning_3d.config import ParallelConfig
 from lightning_3d.dry_run.extension import actions_ahead
@@ -23,7 +24,9 @@ from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.engine import Step
 from lightning_3d.pipeline.links import Link
 from lightning_3d.pipeline.micro_batches import MicroBatch
+from lightning_3d.pipeline.transport import Pending, Transport
 from lightning_3d.strategy import ThreeDStrategy
+from lightning_3d.tensor_parallel import BlockCheck
 from lightning_3d.trainer.data.batches import BatchLedger
 from lightning_3d.trainer.setup.assembly import Assembly, assemble
 from lightning_3d.trainer.setup.blueprint import Blueprint
@@ -61,6 +64,8 @@ class Rank:
         config: The options, with the micro-batch size of the run.
         mesh: The rank's place, in a world that is not there.
         blueprint: How the module is cut, if that is known.
+        check: What says whether a cut block keeps its numbers.
+        on_gpus: Whether messages are known to have arrived, as NCCL knows it; gloo does not.
     """
 
     def __init__(
@@ -70,6 +75,8 @@ class Rank:
         config: ParallelConfig,
         mesh: Mesh,
         blueprint: Blueprint | None = None,
+        check: BlockCheck = unchecked,
+        on_gpus: bool = False,
     ) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, ThreeDStrategy)
@@ -83,7 +90,9 @@ class Rank:
         precision.attach(mesh, config)
         precision.on_batch = ledger.take
         with parameters_from(lambda ref: self.memoryless.tensor(ref.shape, ref.stride, ref.dtype)):
-            self.assembly: Assembly = assemble(module, config, mesh, precision, unchecked, blueprint)
+            self.assembly: Assembly = assemble(module, config, mesh, precision, check, blueprint)
+        if on_gpus:
+            self.assembly.engine._transport = _Arriving(mesh)
         strategy._assembly, strategy.model = self.assembly, module
         precision.owned = self.assembly.sharding.owned
         self.runner = StepRunner(trainer, module, self.assembly, config, mesh, precision, ledger)
@@ -130,6 +139,15 @@ class Rank:
                 loop.manual_optimization.run(kwargs)
         engine = self.assembly.engine
         engine._step = replace(engine._step, pieces=[])  # a batch of another size would be seen in the next step
+
+
+class _Arriving(Transport):
+    """Messages that have arrived when the engine asks for the first time, so that it holds on to none of them."""
+
+    @override
+    def send(self, tensors: Sequence[Tensor], peer: int, kind: int, chunk: int, micro_batch: int) -> Pending:
+        sent = super().send(tensors, peer, kind, chunk, micro_batch)
+        return Pending([], sent.tensors, self._device)
 
 
 def _begin_training(trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -93,13 +93,13 @@ def record_of(recorder: Recorder, micro_batches: int, run: int) -> Record:
     )
 
 
-def gradients_sent(recorder: Recorder) -> int:
-    """Bytes of gradients that micro-batch 1 of the step recorded last sends to the stage before."""
+def bytes_sent(recorder: Recorder, phase: str) -> int:
+    """Bytes that micro-batch 1 of the step recorded last sends in the actions of a name."""
     watch = recorder.watch
     return sum(
         message.num_bytes * count
         for index, moment in enumerate(watch.allocations.moments)
-        if index >= recorder.first and (moment.phase, moment.micro_batch) == ("SB", 1)
+        if index >= recorder.first and (moment.phase, moment.micro_batch) == (phase, 1)
         for message, count in watch.traffic.get(index, {}).items()
     )
 

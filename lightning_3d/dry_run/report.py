@@ -121,6 +121,8 @@ class DryRun:
     """Samples of a micro-batch."""
     warning: str = ""
     """What the run would warn of."""
+    note: str = ""
+    """What was left out."""
 
     @property
     def fullest(self) -> StageReport:
@@ -135,6 +137,7 @@ class DryRun:
             "samples_per_replica": self.samples,
             "micro_batch_size": self.micro_batch,
             "warning": self.warning,
+            "note": self.note,
             "fullest_stage": self.fullest.stage,
             "stages": [stage.as_json() for stage in self.stages],
         }

@@ -14,6 +14,7 @@ from lightning_3d.dry_run.rank import Batch, Rank
 from lightning_3d.dry_run.world import standing_in
 from lightning_3d.pipeline.blocks import ChunkMap
 from lightning_3d.pipeline.links import Link
+from lightning_3d.tensor_parallel import BlockCheck
 from lightning_3d.trainer.setup.blueprint import Blueprint
 
 
@@ -34,6 +35,7 @@ def survey(
     sizes: Sizes,
     batch: Batch,
     blueprint: Blueprint,
+    check: BlockCheck,
 ) -> Survey:
     """Run one micro-batch forward through all chunks, on a rank that owns them all.
 
@@ -51,7 +53,7 @@ def survey(
         virtual_stages=chunks.num_chunks,
     )
     with standing_in(Sizes(pp=1, dp=sizes.dp, tp=sizes.tp), 0) as mesh:
-        rank = Rank(trainer, module, alone, mesh, blueprint)
+        rank = Rank(trainer, module, alone, mesh, blueprint, check)
         links = rank.forward(batch.of(config.micro_batch_size or 1, rank.memoryless))
     told = [
         (kind, tuple(_passes(links, chunk) for chunk in range(stage, chunks.num_chunks, sizes.pp)))

@@ -12,8 +12,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_3d.cli import main
-from lightning_3d.cli.simulated_ranks import RankError, on_tensor_parallel_ranks
 from lightning_3d.collectives import all_reduce
+from lightning_3d.dry_run.forks import ForkError
+from lightning_3d.dry_run.simulated_ranks import on_tensor_parallel_ranks
 from lightning_3d.errors import PlanError
 
 HERE = f"{__name__}"
@@ -210,6 +211,17 @@ def test_help_names_the_options_of_the_strategy(capsys: pytest.CaptureFixture[st
     assert "doctor" in capsys.readouterr().out
 
 
+def test_the_last_of_several_models_counts_and_sizes_left_open_are_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, found, _ = ask_json(capsys, f"--model={HERE}.nothing", f"--model={HERE}.build", "--pp=2", "--tp=1")
+    assert code == 0 and found["blocks"][0]["count"] == 4
+    path = tmp_path / "open.yaml"
+    path.write_text(f"model:\n  class_path: {HERE}.Net\n")
+    assert main(["doctor", "--config", str(path)]) == 0
+    assert "note: tensor_parallel and pipeline_parallel left 'auto' are taken to be 1" in capsys.readouterr().err
+
+
 def test_simulated_ranks_reduce_and_their_errors_arrive() -> None:
     assert on_tensor_parallel_ranks(3, lambda mesh: all_reduce(torch.tensor(mesh.rank + 1.0), mesh.tp).item()) == 6.0
 
@@ -220,9 +232,9 @@ def test_simulated_ranks_reduce_and_their_errors_arrive() -> None:
 
     with pytest.raises(PlanError, match="rank 1 says no"):
         on_tensor_parallel_ranks(2, fail)
-    with pytest.raises(RankError, match=r"Simulated rank \d failed: ZeroDivisionError"):
+    with pytest.raises(ForkError, match=r"Simulated rank \d failed: ZeroDivisionError"):
         on_tensor_parallel_ranks(2, lambda mesh: 1 // 0)
-    with pytest.raises(RankError, match="did not answer within 1 s"):
+    with pytest.raises(ForkError, match="did not answer within 1 s"):
         on_tensor_parallel_ranks(2, lambda mesh: __import__("time").sleep(30), limit_s=1.0)
 
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import yaml
+from torch import Tensor
 
 from lightning_3d.cli import main
 from lightning_3d.cli.plan_recipe import hugging_face_config
 from lightning_3d.errors import ConfigError
+from lightning_3d.models import GPT
 from lightning_3d.pictures import Bar, draw_bars
 from lightning_3d.pictures.drawing import Rect, Text
 from lightning_3d.planner import PRESETS
@@ -89,6 +91,8 @@ def test_json_has_everything_with_units_in_the_names(capsys: pytest.CaptureFixtu
         (("--reserve-gb", "79"), "does not fit"),
         (("--tp", "fast"), "'fast' is no number"),
         (("--all-schedules", "--schedule", "zbv", "--pp", "4", "--write", "r.yaml"), "cannot be trained yet"),
+        (("--cluster", "h100-80g:2x8", "--precision", "fp8", "--write", "r.yaml"), "trains in fp8"),
+        (("--model.kv_heads=4", "--write", "r.yaml"), "a gpt2 of these sizes has"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_a_reason_on_stderr(
@@ -123,6 +127,25 @@ def test_a_module_of_the_users_is_read_off_without_memory(capsys: pytest.Capture
     )
     assert (found["model"]["layers"], found["model"]["hidden"], found["model"]["seq_len"]) == (24, 4096, 2048)
     assert found["model"]["parameters"] == pytest.approx(12 * 24 * 4096**2, rel=0.01)
+
+
+class Twice(GPT):
+    """Runs through its blocks twice: what its parameters do not tell."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rotary, x = self.rotary(tokens.shape[1]), self.token_embedding(tokens)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x, rotary)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize(("name", "warned"), [("lightning_3d.models.GPT", False), (f"{__name__}.Twice", True)])
+def test_operations_that_the_shape_does_not_tell_are_a_warning(
+    name: str, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--model", name, "--model.width=64", "--cluster", "a100-80g:1x8", "--global-batch", "64") == 0
+    told = capsys.readouterr().err
+    assert ("TFLOP, counted on the module, but" in told) is warned, told
 
 
 def test_arguments_of_a_module_come_into_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

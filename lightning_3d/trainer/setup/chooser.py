@@ -86,11 +86,11 @@ def _circumstances(strategy: Any, trainer: pl.Trainer | None, data: Sequence[obj
         precision=strategy.precision_plugin.precision,
         accumulated=getattr(trainer, "accumulate_grad_batches", 1),
         trains=trainer is None or trainer.state.fn == TrainerFn.FITTING,
-        seq_len=_length(data),
+        seq_len=sample_length(data),
     )
 
 
-def _length(data: Sequence[object]) -> int | None:
+def sample_length(data: Sequence[object]) -> int | None:
     """Tokens of a sample, by the names that data modules have for it."""
     for module in data:
         for name in _LENGTHS if isinstance(module, pl.LightningDataModule) else ():
