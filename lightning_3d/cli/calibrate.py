@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from lightning_3d.cli.paths import check_writable, write_file
 from lightning_3d.errors import ConfigError
 from lightning_3d.planner.calibration import Measurement, as_cluster, measure
 
@@ -32,6 +33,8 @@ def calibrate(args: list[str]) -> int:
     given = parser.parse_args(args)
     if given.size is not None and given.size < 256:
         raise ConfigError(f"--size={given.size} is too small to measure anything. Use 256 or more.")
+    if os.environ.get("RANK", "0") == "0":
+        check_writable("--write", given.write)  # not after minutes of measuring
     if given.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device=cuda: there is no CUDA device here. Use --device=cpu.")
     on_gpu = given.device == "cuda" or (given.device == "auto" and torch.cuda.is_available())
@@ -55,10 +58,7 @@ def _report(found: Measurement, path: Path | None, as_json: bool) -> None:
     cluster = as_cluster(found)
     text = yaml.safe_dump(cluster, sort_keys=False)
     if path is not None:
-        try:
-            path.write_text(text)
-        except OSError as error:
-            raise ConfigError(f"--write={str(path)!r} cannot be written: {error.strerror}.") from error
+        write_file("--write", path, text)
     if as_json:
         print(json.dumps({"measurement": dataclasses.asdict(found), "cluster": cluster}))
         return

@@ -8,6 +8,7 @@ from lightning_3d.cli.plan_table import HEADINGS, row
 from lightning_3d.pictures import Bar, Panel, draw_bars, draw_timelines, svg
 from lightning_3d.pictures.colours import SERIES
 from lightning_3d.planner import Candidate, ModelShape, Plan
+from lightning_3d.planner.gpus import CPU
 from lightning_3d.schedules import SCHEDULES, build, simulate
 
 _STYLE = """
@@ -108,7 +109,8 @@ def _memory(found: Plan) -> str:
     bars = []
     for index in chosen:
         parts = stages[index].in_gb()
-        parts["CUDA, NCCL, fragments"] = stages[index].on_device / 1e9 - sum(parts.values())
+        if found.cluster.device.generation != CPU:
+            parts["CUDA, NCCL, fragments"] = stages[index].on_device / 1e9 - sum(parts.values())
         bars.append(Bar(f"stage {index}", parts, f"{sum(parts.values()):.1f} GB"))
     limit = (found.usable_gb, f"usable: {found.usable_gb:.1f} GB")
     return svg(draw_bars(bars, "GB on a rank, at its peak", "Memory by kind", limit, width=_WIDTH))

@@ -10,9 +10,12 @@ import yaml
 from lightning_3d.errors import ConfigError
 from lightning_3d.planner import Cluster, ModelShape, Plan
 from lightning_3d.planner.gpus import CPU
+from lightning_3d.planner.reading import shape_of_config
 from lightning_3d.schedules import ENGINE_SCHEDULES
 
 STRATEGY = "lightning_3d.ThreeDStrategy"
+_UNLIKE = 0.01
+"""Part of the parameters by which a model that is written down may miss the shape that was planned."""
 
 
 def recipe(found: Plan, title: str, given: Mapping[str, Any], name: str) -> str:
@@ -34,6 +37,8 @@ def recipe(found: Plan, title: str, given: Mapping[str, Any], name: str) -> str:
             f"{layout} cannot be trained yet: the engine runs {', '.join(ENGINE_SCHEDULES)}, without context or expert"
             " parallelism. Leave out --all-schedules, or --write."
         )
+    if layout.precision == "fp8":
+        raise ConfigError("--write: no precision of Lightning trains in fp8 here. Use --precision bf16-mixed.")
     options: dict[str, Any] = {
         "tensor_parallel": layout.tensor_parallel,
         "pipeline_parallel": layout.pipeline_parallel,
@@ -129,8 +134,19 @@ def _data(shape: ModelShape) -> dict[str, Any]:
 
 
 def _model(shape: ModelShape) -> dict[str, Any]:
-    """A model of Hugging Face with this shape."""
-    return {"class_path": "lightning_3d.models.CausalLM", "init_args": {"config": hugging_face_config(shape)}}
+    """A model of Hugging Face with this shape.
+
+    Raises:
+        ConfigError: If no class that is known here has it.
+    """
+    config = hugging_face_config(shape)
+    made = shape_of_config(config, shape.seq_len).parameters
+    if abs(made - shape.parameters) > _UNLIKE * shape.parameters:
+        raise ConfigError(
+            f"--write: a {config['model_type']} of these sizes has {made:,} parameters, the shape {shape.parameters:,}."
+            " No class of transformers that is known here has it: give the model by --model package.module.Class."
+        )
+    return {"class_path": "lightning_3d.models.CausalLM", "init_args": {"config": config}}
 
 
 def hugging_face_config(shape: ModelShape) -> dict[str, Any]:

@@ -12,9 +12,8 @@ HEADINGS = (
     "", "tp", "pp", "dp", "schedule", "m × b", "zero", "recompute", "GB/GPU", "step s", "tok/s/GPU", "MFU",
     "bubble", "kernels", "tp", "pp", "dp",
 )  # fmt: skip
-_WIDTH = 118
-
 """Columns of a ranking; the last four are shares of the step."""
+_WIDTH = 118
 
 
 def render(found: Plan, title: str, top: int) -> None:

@@ -129,10 +129,8 @@ def _panel(name: str, given: argparse.Namespace) -> Panel:
     virtual_stages = SCHEDULES[name].virtual_stages or (2 if given.virtual_stages is None else given.virtual_stages)
     schedule = build(name, given.stages, virtual_stages, given.micro_batches)
     backward_times = given.backward_times or [2 * time for time in given.forward_times]
-    if not 0 <= given.weight_share <= 1 or given.send_time < 0:
-        raise ConfigError(
-            f"--weight-share {given.weight_share} must lie between 0 and 1, --send-time {given.send_time} not below 0."
-        )
+    if given.weight_share > 1:
+        raise ConfigError(f"--weight-share {given.weight_share} must lie between 0 and 1: a part of the backward.")
 
     def per_chunk(option: str, values: Sequence[float]) -> list[float]:
         return _per_chunk(option, values, given.stages, schedule.num_chunks)

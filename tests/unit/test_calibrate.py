@@ -66,5 +66,6 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no CUDA device"):
             calibrate(["--device", "cuda"])
-    with pytest.raises(ConfigError, match="cannot be written"):
-        calibrate(["--device", "cpu", "--size", "256", "--write", str(tmp_path / "no" / "such.yaml")])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file, so nothing can lie below it"):
+        calibrate(["--device", "cpu", "--size", "256", "--write", str(tmp_path / "file" / "such.yaml")])
