@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,14 +19,12 @@ from lightning_3d.checkpoint.optimizer_state import OptimizerRecord, stored_reco
 from lightning_3d.checkpoint.reader import StoredTensor, read_index
 from lightning_3d.checkpoint.save import EXTRA_STATE, OTHER_OPTIONS
 from lightning_3d.checkpoint.state import MODEL, Entry, ModelState, model_entries
-from lightning_3d.checkpoint.writer import Piece, refuse_collisions, share_out
+from lightning_3d.checkpoint.writer import Description, Piece, described, pieces_of, refuse_collisions, share_out
 from lightning_3d.collectives import all_gather_object, as_bytes
 from lightning_3d.mesh import Mesh
 
 _SHARED_LOADER = {"batches", "random", "readers"}
 """Keys of the state of :class:`~lightning_3d.trainer.data.batches.SharedLoader`."""
-_Description = tuple[str, tuple[int, ...], torch.dtype, list[tuple[tuple[int, ...], tuple[int, ...]]]]
-"""Key, full shape, type, and offsets and sizes of the chunks that a rank holds."""
 
 
 def full_state_dict(state: ModelState, mesh: Mesh) -> dict[str, Tensor]:
@@ -46,17 +43,8 @@ def iterate_full(state: ModelState, mesh: Mesh) -> Iterator[tuple[str, Tensor | 
     """
     entries = together(mesh, "Gathering the model", lambda: model_entries(state, state.owned, mesh))
     refuse_collisions(entries, mesh)
-    described: list[_Description] = [
-        (
-            entry.key,
-            entry.shape,
-            entry.tensor.dtype,
-            [(chunk.offsets, chunk.sizes) for chunk in entry.chunks],
-        )
-        for entry in entries
-    ]
-    everyone: list[list[_Description]] = all_gather_object(described, mesh.control_world)
-    chosen = share_out([_pieces(rank) for rank in everyone], prefer=0)
+    everyone: list[list[Description]] = all_gather_object(described(entries), mesh.control_world)
+    chosen = share_out([pieces_of(rank) for rank in everyone], prefer=0)
     facts = {key: (shape, dtype) for rank in everyone for key, shape, dtype, _ in rank}
     sizes = {(key, offsets): size for rank in everyone for key, _, _, chunks in rank for offsets, size in chunks}
     pieces: dict[str, list[Piece]] = {}
@@ -156,14 +144,6 @@ def _numbered(record: OptimizerRecord) -> dict[str, Any]:
     for name, values in record.state.items():
         state[numbers[name]] = dict(values)
     return {"state": dict(sorted(state.items())), "param_groups": groups}
-
-
-def _pieces(described: Sequence[_Description]) -> dict[Piece, int]:
-    return {
-        (key, offsets): math.prod(sizes) * dtype.itemsize
-        for key, _, dtype, chunks in described
-        for offsets, sizes in chunks
-    }
 
 
 def _move(

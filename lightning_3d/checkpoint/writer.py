@@ -40,6 +40,10 @@ from lightning_3d.mesh import Mesh, where
 
 Piece = tuple[str, tuple[int, ...]]
 """A key and the offsets of a chunk: what two ranks must agree on to hold the same piece."""
+Description = tuple[str, tuple[int, ...], torch.dtype, list[tuple[tuple[int, ...], tuple[int, ...]]]]
+"""Key, full shape, type, and offsets and sizes of the chunks that a rank holds."""
+_METADATA = ".metadata"
+"""What DCP calls its own description of the whole."""
 
 _COPY_AHEAD = 10_000_000
 """Bytes that are on their way from a GPU while others are written."""
@@ -54,6 +58,23 @@ def write_tensors(folder: Path, entries: Sequence[Entry], mesh: Mesh) -> None:
     together(mesh, "Preparing the checkpoint", lambda: _refuse_repeated(entries))
     refuse_collisions(entries, mesh)
     together(mesh, "Writing the checkpoint", lambda: _write(folder, entries, mesh))
+
+
+def described(entries: Iterable[Entry]) -> list[Description]:
+    """What other ranks need to know of a rank's entries."""
+    return [
+        (entry.key, entry.shape, entry.tensor.dtype, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
+        for entry in entries
+    ]
+
+
+def pieces_of(descriptions: Iterable[Description]) -> dict[Piece, int]:
+    """The pieces that a rank holds, and their bytes."""
+    return {
+        (key, offsets): math.prod(sizes) * dtype.itemsize
+        for key, _, dtype, chunks in descriptions
+        for offsets, sizes in chunks
+    }
 
 
 def share_out(holders: Sequence[Mapping[Piece, int]], prefer: int | None = None) -> dict[Piece, int]:
@@ -88,10 +109,11 @@ def _write(folder: Path, entries: Sequence[Entry], mesh: Mesh) -> None:
         with warnings.catch_warnings() if alone else contextlib.nullcontext():
             if alone:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            planner = _ChunkPlanner(entries)
             dcp.save(
                 {},
-                storage_writer=_IndexedWriter(folder, on_gpu=any(entry.tensor.is_cuda for entry in entries)),
-                planner=_ChunkPlanner(entries),
+                storage_writer=_IndexedWriter(folder, planner, any(entry.tensor.is_cuda for entry in entries)),
+                planner=planner,
                 process_group=mesh.control_world.group,
                 no_dist=alone,
             )
@@ -150,11 +172,17 @@ def _checksum(tensor: Tensor) -> int:
 
 
 class _ChunkPlanner(SavePlanner):
-    """Tells DCP of explicit chunks of full tensors, which placements of DTensor cannot describe (packed layers)."""
+    """Tells DCP of explicit chunks of full tensors, which placements of DTensor cannot describe (packed layers).
+
+    Ranks send each other plain tuples in ``planner_data``, and the metadata of the whole stays on rank 0. DCP's way
+    would send objects, and those for the pieces of all ranks to each of them.
+    """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._entries = {entry.key: entry for entry in entries}
-        self._slices = {(entry.key, chunk.offsets): chunk.slices for entry in entries for chunk in entry.chunks}
+        self._chunks = {(entry.key, chunk.offsets): chunk for entry in entries for chunk in entry.chunks}
+        self.metadata = Metadata({})
+        """What all ranks write; on rank 0, once they have planned."""
 
     @override
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
@@ -162,52 +190,33 @@ class _ChunkPlanner(SavePlanner):
 
     @override
     def create_local_plan(self) -> SavePlan:
-        items = []
-        for entry in self._entries.values():
-            # Only the type survives into the metadata: memory format and pinning say nothing about the full tensor.
-            properties = TensorProperties(dtype=entry.tensor.dtype)
-            for chunk in entry.chunks:
-                data = TensorWriteData(
-                    ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)),
-                    properties,
-                    torch.Size(entry.shape),
-                )
-                index = MetadataIndex(entry.key, chunk.offsets)
-                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        return SavePlan(items)
+        return SavePlan([], planner_data=described(self._entries.values()))
 
     @override
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        holders = [{_piece(item): _num_bytes(item) for item in plan.items} for plan in all_plans]
-        chosen = share_out(holders)
-        tensors: dict[str, TensorStorageMetadata] = {}
-        plans = []
-        for rank, plan in enumerate(all_plans):
-            items = []
-            for item in plan.items:
-                tensor = _merge(tensors, item)
-                if chosen[_piece(item)] == rank:
-                    index = dataclasses.replace(item.index, index=len(tensor.chunks))
-                    items.append(dataclasses.replace(item, index=index))
-                    tensor.chunks.append(_data(item).chunk)
-            plans.append(dataclasses.replace(plan, items=items))
-        broken = [
-            f"{key!r} ({sum(math.prod(chunk.sizes) for chunk in tensor.chunks)} of {math.prod(tensor.size)} values)"
-            for key, tensor in tensors.items()
-            if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size)
-        ]
-        if broken:
-            raise CheckpointError(f"The ranks do not hold these tensors whole and once: {', '.join(broken[:8])}.")
-        return plans, Metadata(dict(tensors))
+        told: list[Sequence[Description]] = [plan.planner_data for plan in all_plans]
+        self.metadata = Metadata(dict(_tensors(told)))
+        pieces: list[list[Piece]] = [[] for _ in told]
+        for piece, rank in share_out([pieces_of(each) for each in told]).items():
+            pieces[rank].append(piece)
+        plans = [dataclasses.replace(plan, planner_data=own) for plan, own in zip(all_plans, pieces, strict=True)]
+        return plans, Metadata({})
 
     @override
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
+        return dataclasses.replace(new_plan, items=[self._item(piece) for piece in new_plan.planner_data])
+
+    def _item(self, piece: Piece) -> WriteItem:
+        entry, chunk = self._entries[piece[0]], self._chunks[piece]
+        # Only the type survives into the metadata: memory format and pinning say nothing about the full tensor.
+        properties = TensorProperties(dtype=entry.tensor.dtype)
+        data = TensorWriteData(_stored_chunk(chunk.offsets, chunk.sizes), properties, torch.Size(entry.shape))
+        return WriteItem(MetadataIndex(*piece), WriteItemType.SHARD, tensor_data=data)
 
     @override
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        tensor = self._entries[write_item.index.fqn].tensor
-        return tensor[self._slices[_piece(write_item)]].contiguous()
+        key, offsets = write_item.index.fqn, tuple(write_item.index.offset or ())
+        return self._entries[key].tensor[self._chunks[key, offsets].slices].contiguous()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +229,7 @@ class _Checked(WriteResult):
 class _IndexedWriter(dcp.FileSystemWriter):
     """DCP's files, and beside its pickled metadata an index in JSON: the one that is read."""
 
-    def __init__(self, folder: Path, on_gpu: bool) -> None:
+    def __init__(self, folder: Path, planner: _ChunkPlanner, on_gpu: bool) -> None:
         # Copying ahead waits for all that the GPU was given so far, once for every piece: in the background that is the
         # steps of training, and copies that lie in host memory gain nothing from it.
         ahead = _COPY_AHEAD if on_gpu else 0
@@ -228,6 +237,7 @@ class _IndexedWriter(dcp.FileSystemWriter):
             folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=ahead, overwrite=False
         )
         self._folder = folder
+        self._planner = planner
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -244,7 +254,8 @@ class _IndexedWriter(dcp.FileSystemWriter):
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
+        metadata = self._planner.metadata
+        write_file(self._folder / _METADATA, lambda _: super(_IndexedWriter, self).finish(metadata, results))
         stored = {(result.index.fqn, tuple(result.index.offset or ())): result for rank in results for result in rank}
         tensors: dict[str, Any] = {}
         for key, tensor in metadata.state_dict_metadata.items():
@@ -262,26 +273,40 @@ class _IndexedWriter(dcp.FileSystemWriter):
         write_file(self._folder / INDEX, lambda path: path.write_text(text, encoding="utf-8"))
 
 
-def _merge(tensors: dict[str, TensorStorageMetadata], item: WriteItem) -> TensorStorageMetadata:
-    data = _data(item)
-    tensor = tensors.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
-    if tensor.size != data.size or tensor.properties.dtype != data.properties.dtype:
-        raise CheckpointError(
-            f"{item.index.fqn!r} is {tuple(tensor.size)} {tensor.properties.dtype} on one rank and {tuple(data.size)}"
-            f" {data.properties.dtype} on another: two different tensors have one name."
-        )
-    return tensor
+def _tensors(told: Iterable[Iterable[Description]]) -> dict[str, TensorStorageMetadata]:
+    """All tensors, every piece once.
+
+    Raises:
+        CheckpointError: What ranks say does not make wholes.
+    """
+    tensors: dict[str, TensorStorageMetadata] = {}
+    known: dict[Piece, tuple[int, ...]] = {}
+    held: dict[str, int] = defaultdict(int)
+    for key, shape, dtype, chunks in (description for rank in told for description in rank):
+        tensor = tensors.get(key)
+        if tensor is None:
+            tensor = tensors[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+        if tensor.size != shape or tensor.properties.dtype != dtype:
+            raise CheckpointError(
+                f"{key!r} is {tuple(tensor.size)} {tensor.properties.dtype} on one rank and {shape} {dtype} on another:"
+                " two different tensors have one name."
+            )
+        for offsets, sizes in chunks:
+            if (key, offsets) not in known:
+                known[key, offsets] = sizes
+                held[key] += math.prod(sizes)
+                tensor.chunks.append(_stored_chunk(offsets, sizes))
+            elif known[key, offsets] != sizes:
+                held[key] = -1
+    broken = [
+        f"{key!r} ({held[key]} of {tensor.size.numel()} values)"
+        for key, tensor in tensors.items()
+        if held[key] != tensor.size.numel()
+    ]
+    if broken:
+        raise CheckpointError(f"The ranks do not hold these tensors whole and once: {', '.join(broken[:8])}.")
+    return tensors
 
 
-def _piece(item: WriteItem) -> Piece:
-    return item.index.fqn, tuple(item.index.offset or ())
-
-
-def _data(item: WriteItem) -> TensorWriteData:
-    assert item.tensor_data is not None
-    return item.tensor_data
-
-
-def _num_bytes(item: WriteItem) -> int:
-    data = _data(item)
-    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+def _stored_chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -36,9 +37,11 @@ from lightning_3d.checkpoint import (
     write_lightning,
 )
 from lightning_3d.checkpoint.integrity import checksum, share
+from lightning_3d.checkpoint.layout import Shard, local_chunks
 from lightning_3d.checkpoint.options import decode_options, encode_options
 from lightning_3d.checkpoint.reader import read_index
-from lightning_3d.checkpoint.writer import share_out
+from lightning_3d.checkpoint.state import Entry
+from lightning_3d.checkpoint.writer import _ChunkPlanner, share_out
 from lightning_3d.config import Sizes
 from lightning_3d.errors import CheckpointError
 from lightning_3d.mesh import build_mesh
@@ -474,6 +477,24 @@ def test_pieces_are_shared_out_evenly():
     holders = [{("a", (0,)): 8, ("b", (0,)): 4}, {("a", (0,)): 8, ("c", (0,)): 8}, {("a", (0,)): 8}]
     assert share_out(holders) == {("b", (0,)): 0, ("c", (0,)): 1, ("a", (0,)): 2}
     assert share_out(holders, prefer=0)[("a", (0,))] == 0
+
+
+def test_what_ranks_send_each_other_of_their_pieces_is_short_and_goes_to_rank_zero():
+    entries = [
+        Entry(f"model.{name}", (8, 2), local_chunks((8, 2), shard=Shard(0, 0, 2)), torch.zeros(4, 2))
+        for name in range(100)
+    ]
+    plans = [_ChunkPlanner(entries).create_local_plan(), _ChunkPlanner([]).create_local_plan()]
+    assert len(pickle.dumps(plans[0])) < 60 * len(entries)
+    chief = _ChunkPlanner(entries)
+    with pytest.raises(CheckpointError, match=r"'model.0' \(8 of 16 values\)"):
+        chief.create_global_plan(plans)
+    other = [dataclasses.replace(entry, chunks=local_chunks((8, 2), shard=Shard(0, 1, 2))) for entry in entries]
+    plans[1] = _ChunkPlanner(other).create_local_plan()
+    back, metadata = chief.create_global_plan(plans)
+    assert not metadata.state_dict_metadata and len(chief.metadata.state_dict_metadata) == 100
+    assert [len(plan.planner_data) for plan in back] == [100, 100]
+    assert len(chief.finish_plan(back[0]).items) == 100
 
 
 def test_ranks_look_at_their_share_of_the_files_only(saved, monkeypatch):
