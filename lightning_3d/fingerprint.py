@@ -13,9 +13,12 @@ _PIECE = 1 << 20
 def fingerprint(tensor: Tensor) -> Tensor:
     """An int64 scalar that is the same for equal bits, and other for others but for freak coincidence.
 
-    Computed on the tensor's own device, piece by piece: no copy of a large tensor is made, unless it is not contiguous.
+    Computed on the tensor's own device, piece by piece: no copy of a large tensor is made, unless it is not contiguous
+    or begins within a word of eight bytes.
     """
     raw = as_bytes(tensor.detach().contiguous())
+    if raw.storage_offset() % 8:  # a part of something larger; words begin at multiples of their size
+        raw = raw.clone()
     whole = raw.numel() // 8 * 8
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     # A sum weighted by place: two numbers that were exchanged, or a sign that flipped in two of them, show.
@@ -29,7 +32,11 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def fingerprints(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """The fingerprints of several tensors in one int64 vector on ``device``."""
+    """The fingerprints of several tensors in one int64 vector on ``device``.
+
+    Where they are elsewhere, that waits for their device once.
+    """
     if not tensors:
         return torch.zeros(0, dtype=torch.int64, device=device)
-    return torch.stack([fingerprint(tensor).to(device) for tensor in tensors])
+    found = [fingerprint(tensor) for tensor in tensors]
+    return torch.stack([each.to(found[0].device) for each in found]).to(device)

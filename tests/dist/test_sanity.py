@@ -121,6 +121,8 @@ def test_a_fingerprint_shows_every_bit() -> None:
             same[-1] = 0
             assert fingerprint(values) != fingerprint(same)
     assert fingerprint(torch.zeros(0)) != fingerprint(torch.zeros(1))
+    part = torch.arange(12, dtype=torch.bfloat16)[1:]  # begins within a word
+    assert fingerprint(part) == fingerprint(part.clone())
 
 
 def test_a_number_of_steps_that_is_none_is_refused() -> None:
