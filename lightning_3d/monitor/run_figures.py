@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from lightning_3d.config import Sizes
 from lightning_3d.errors import ConfigError
 from lightning_3d.monitor.figures import COMPUTE, Figures, figures
-from lightning_3d.monitor.record import Entry, Leak, Place, Run, Straggler, Window, mean_rank_window
+from lightning_3d.monitor.record import Entry, Leak, Place, Run, Straggler, Window, mean_rank_window, mean_window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class RunFigures:
 
     run: Run
     windows: tuple[Window, ...]
+    """Each with the mean of its ranks in place of them."""
     job: Figures
     """Speed, bubble, shares of time and memory, mean of the windows."""
     seconds: tuple[dict[str, float], ...]
@@ -117,22 +119,22 @@ def figures_of(entries: Iterable[Entry]) -> RunFigures:
     """
     run: Run | None = None
     windows: list[Window] = []
+    whole: Window | None = None
     found: list[Straggler] = []
     leaks: dict[tuple[int, str], Leak] = {}
     for entry in entries:
         if isinstance(entry, Run):
             run = entry
-            windows, found, leaks = [], [], {}
-        elif isinstance(entry, Window):
-            windows.append(entry)
+            windows, whole, found, leaks = [], None, [], {}
+        elif isinstance(entry, Window):  # of thousands of ranks only one window at a time has a place in memory
+            windows.append(dataclasses.replace(entry, ranks=(mean_rank_window(entry.ranks),)))
+            whole = mean_window((entry,) if whole is None else (whole, entry))
         elif isinstance(entry, Straggler):
             found.append(entry)
         else:
             leaks[entry.place.rank, entry.kind] = entry
-    ranks, job = [], None
-    if run is not None and windows:
-        ranks = [mean_rank_window([window.ranks[place.rank] for window in windows]) for place in run.places]
-        job = figures(ranks, Sizes(*run.sizes))
+    ranks = () if whole is None else whole.ranks
+    job = None if run is None or whole is None else figures(ranks, Sizes(*run.sizes))
     if run is None or job is None:
         raise ConfigError(
             "The run has written down no window of steps: it was killed before the first was full, or trained on fewer"
