@@ -7,10 +7,12 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lightning_3d.config import Sizes
 from lightning_3d.trainer.processes import failure
 from lightning_3d.trainer.processes.failure import FailureGuard
 from lightning_3d.trainer.processes.rank_errors import ending, rank_error
@@ -29,6 +31,7 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Iterator[FailureGuard]:
 
 
 def test_a_rank_that_does_not_leave_the_trainer_is_ended(guard: Any) -> None:
+    guard._begin()
     guard._arm()
     guard.failed(ValueError("broken"))
     time.sleep(0.8)
@@ -36,9 +39,11 @@ def test_a_rank_that_does_not_leave_the_trainer_is_ended(guard: Any) -> None:
 
 
 def test_a_run_that_follows_a_failed_one_is_not_ended_for_it(guard: Any) -> None:
+    guard._begin()
     guard._arm()
     guard.failed(ValueError("the user catches this, and fits again"))
     guard.stop()
+    guard._begin()
     guard._arm()
     time.sleep(0.8)
     assert not guard.ended
@@ -56,10 +61,26 @@ def test_of_thousands_of_ranks_not_all_ask_the_store_in_each_period(
     monkeypatch.setattr(guard, "_found_here", lambda: count("here"))
     monkeypatch.setattr(guard, "_told_by_others", lambda: count("store"))
     guard._ask_every = -(-8192 // failure._ASK_EACH)
+    guard._begin()
     guard._arm()
     time.sleep(0.6)
     guard.stop()
     assert asked["here"] > 10 and 1 <= asked["store"] <= asked["here"] / guard._ask_every + 1
+
+
+def test_what_is_told_while_a_run_starts_is_not_forgotten(guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def a_process_dies_meanwhile(told: Any, axis: Any) -> list[Any]:
+        guard.trip("rank 1 has ended", announce=True)
+        return [told]
+
+    guard._store = SimpleNamespace(compare_set=lambda *_: b"", check=lambda _: False)
+    monkeypatch.setattr(failure, "all_gather_object", a_process_dies_meanwhile)
+    monkeypatch.setattr(failure, "_abort_communicators", lambda: None)
+    axis = SimpleNamespace(size=2, group=None)
+    guard.start(SimpleNamespace(world=axis, control_world=axis, where="rank 0", sizes=Sizes(pp=2, dp=1, tp=1), rank=0))
+    assert guard.has_failed
+    time.sleep(0.8)
+    assert guard.ended
 
 
 def _killed_by(signum: int) -> None:
@@ -78,6 +99,7 @@ def test_a_signal_without_a_name_ends_a_process_too(tmp_path: Any) -> None:
 
 
 def test_a_rank_hears_of_signals_until_its_run_ends(guard: Any) -> None:
+    guard._begin()
     guard._arm()
     before = signal.signal(signal.SIGUSR2, lambda *_: None)
     try:

@@ -122,6 +122,7 @@ class FailureGuard:
             self._launcher = Holder(int(pid), started)
             self._tethered = external
         if self._file is not None or self._launcher is not None:
+            self._begin()
             self._arm()
 
     def start(self, mesh: Mesh) -> None:
@@ -134,6 +135,7 @@ class FailureGuard:
             # A connection of its own: the main thread may wait inside the other one.
             store = dist.distributed_c10d._get_default_store()
             self._store = store.clone() if hasattr(store, "clone") else store
+        self._begin()  # before the others are known: what is told from then on counts
         told = all_gather_object((uuid.uuid4().hex, Identity.of_this_process()), mesh.control_world)
         self.scope = f"lightning_3d/{told[0][0]}"
         self._siblings = Siblings([identity for _, identity in told], mesh.rank) if self._external else None
@@ -231,10 +233,12 @@ class FailureGuard:
                 say(reason + "\n")
         threading.Thread(target=self._interrupt, name="lightning-3d-stop", daemon=True).start()
 
-    def _arm(self) -> None:
-        self._armed, self._ending = True, False
+    def _begin(self) -> None:
         self._run += 1
-        self._raised, self._told, self._tripped = False, False, None
+        self._raised, self._told, self._tripped, self._ending = False, False, None, False
+
+    def _arm(self) -> None:
+        self._armed = True
         self._set_wake_up(on=True)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._watch, name="lightning-3d-guard", daemon=True)
