@@ -212,6 +212,7 @@ class Engine:
     def _send_forward(self, action: Action, piece: MicroBatch) -> None:
         chunk = action.chunk
         tensors = self._hand_on(chunk, piece)
+        self._links[self._keys[piece.index][0]][chunk + 1].refuse_others(tensors, chunk)
         shapes = [tuple(tensor.shape) for tensor in tensors]
         before = self._sent.setdefault((chunk + 1, self._keys[piece.index][1]), shapes)
         if before != shapes:  # the next stage has posted receives of the shapes that it knows

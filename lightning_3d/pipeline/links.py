@@ -27,8 +27,8 @@ class Link:
     carried: list[Root] = field(default_factory=list)
     """What passes besides, for use within this chunk or on the way to later ones."""
     dtypes: list[torch.dtype] = field(default_factory=list)
-    """Types of all of them at the sender, known at the receiver: under mixed precision, shards of its parameters are
-    gathered in another type than the parameters have that stand for them elsewhere."""
+    """Types of all of them at the sender, known to it and to the receiver: under mixed precision, shards of its
+    parameters are gathered in another type than the parameters have that stand for them elsewhere."""
     needs_grad: list[bool] = field(default_factory=list)
     """Which of those have a gradient at the sender."""
 
@@ -40,6 +40,22 @@ class Link:
     def known_roots(self) -> list[Root | None]:
         """The root of every value that passes, where there is one."""
         return [*self.roots, *self.carried]
+
+    def refuse_others(self, tensors: Sequence[Tensor], chunk: int) -> None:
+        """Raise if ``chunk`` is to hand on tensors of other types or with other gradients than were settled.
+
+        Raises:
+            StageError: since the next chunk would wait for other messages than come.
+        """
+        found = [(tensor.dtype, tensor.requires_grad) for tensor in tensors]
+        settled = list(zip(self.dtypes, self.needs_grad, strict=True))
+        if found != settled:
+            raise StageError(
+                f"Chunk {chunk} hands on {_in_words(found)}, but handed on {_in_words(settled)} for a batch of the same"
+                " structure before. Steps must not come to run under torch.no_grad(), or in another type, from one"
+                " batch to the next. Freeze layers with requires_grad_(False) or BackboneFinetuning, which stages see;"
+                " let a bool in the batch say what differs; or use pipeline_parallel=1."
+            )
 
     def facts(self, shapes: Sequence[Sequence[int]]) -> list[Fact]:
         """What the receiver must know of all values, which have these shapes."""
@@ -157,6 +173,10 @@ class _Arrival(torch.autograd.Function):
         """Keep it."""
         ctx.gradient = gradient
         return None, None
+
+
+def _in_words(kinds: Sequence[tuple[torch.dtype, bool]]) -> str:
+    return ", ".join(f"{dtype} {'with' if grad else 'without'} gradient" for dtype, grad in kinds)
 
 
 def _held(leaf: Any, chunk: int) -> Tensor:

@@ -128,21 +128,22 @@ class Settling:
             tensors = self._flights[source].values(link, root, source)
             self._flights[source].outputs += tensors
         here, there = self._rank_of(target), self._rank_of(source)
-        if here != there and there == self._rank:
-            self._transport.send_object([Fact.of(tensor) for tensor in tensors], here)
-            self._transport.send(tensors, here, ACTIVATIONS, target, self._micro_batch).wait()
-        if here != self._rank:
+        if self._rank not in (here, there):
             return
-        if here == there:
-            facts = [Fact.of(tensor) for tensor in tensors]
-            arrived = [tensor.detach() for tensor in tensors]
-        else:
+        facts = [Fact.of(tensor) for tensor in tensors]
+        arrived = [tensor.detach() for tensor in tensors]
+        if here != there and there == self._rank:
+            self._transport.send_object(facts, here)
+            self._transport.send(tensors, here, ACTIVATIONS, target, self._micro_batch).wait()
+        elif here != there:
             facts = self._transport.receive_object(there)
             arrived = self._transport.receive(facts, there, ACTIVATIONS, target, self._micro_batch).wait()
         if root is None:
             link.dtypes, link.needs_grad = [], []
         link.dtypes += [fact.dtype for fact in facts]
         link.needs_grad += [fact.requires_grad for fact in facts]
+        if here != self._rank:
+            return
         if len(link.dtypes) > _VALUES_AT_MOST:
             raise StageError(
                 f"{len(link.dtypes)} values pass into chunk {target} of the pipeline; {_VALUES_AT_MOST} can. Use fewer"

@@ -18,10 +18,10 @@ from lightning_3d.mesh import Mesh, build_mesh
 from lightning_3d.pipeline.blocks import find_block_lists, share_out
 from lightning_3d.pipeline.cut import Cut
 from lightning_3d.pipeline.engine import Engine, Step
+from lightning_3d.pipeline.foreign import refuse_foreign
 from lightning_3d.pipeline.micro_batches import MicroBatch, cut, piece_sizes
 from lightning_3d.pipeline.observe import call_order
 from lightning_3d.pipeline.stage import Stage
-from lightning_3d.pipeline.foreign import refuse_foreign
 from lightning_3d.placeholder import is_placeholder
 from tests.harness import RankFailure, run_ranks
 
@@ -264,6 +264,19 @@ class Varies(Derived):
         return (x + (skip if self.steps <= 3 else first)).mean()
 
 
+class Thaws(Derived):
+    """Runs its layers under no_grad for some batches."""
+
+    steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        with torch.set_grad_enabled(self.steps > 3):
+            for layer in self.layers:
+                x = layer(x)
+        return (self.stem(x) * self.scale).mean()
+
+
 def refused(rank: int, world: int, kind: type[nn.Module]) -> None:
     model = kind()
     engine = build(model, build_mesh(Sizes(pp=world, dp=1, tp=1), CPU), "1f1b", 1)
@@ -281,6 +294,7 @@ def refused(rank: int, world: int, kind: type[nn.Module]) -> None:
     [
         (Random, ["test_pipeline_far_values.py:", "'stem'", "dropout", "random"]),
         (InPlace, ["test_pipeline_far_values.py:", "changed in place", "x = x + y"]),
+        (Thaws, ["hands on torch.float32 with gradient, but", "without gradient", "requires_grad_(False)"]),
         (Varies, ["The loss needs", "'layers.0'", "the same values in every batch"]),
     ],
 )
