@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -107,6 +108,18 @@ def test_only_the_new_end_of_a_list_is_sent(length: int) -> None:
     assert other.outputs == []
 
 
+def test_arrays_that_are_changed_in_place_are_followed() -> None:
+    module, mirror, other, others = _pair()
+    module.confusion = np.zeros((100, 100))
+    other.confusion = module.confusion.copy()
+    before = mirror.snapshot()
+    assert not mirror.delta(before)
+    module.confusion[3, 4] += 1
+    _, message = _sent(mirror, before)
+    others.apply(decode(*message, named=others.named))
+    assert other.confusion[3, 4] == 1
+
+
 def test_deleted_attributes_are_deleted() -> None:
     module, mirror, other, others = _pair()
     before = mirror.snapshot()
@@ -182,6 +195,21 @@ def test_restore_undoes_what_a_step_did_within_containers() -> None:
     assert module.table["pair"][0] == [1] and module.table["pair"][1].item() == 0
     assert module.table["average"] is average and average.count == 0
     assert module.outputs[0] == [1] and module.outputs[1].item() == 0
+    assert not mirror.delta(mirror.snapshot())
+
+
+def test_restore_undoes_what_a_step_did_to_arrays() -> None:
+    module, mirror, *_ = _pair()
+    module.counts, module.table = np.zeros(3), {"counts": np.zeros(2)}
+    module.words = np.array(["a", None], dtype=object)  # its bytes are addresses: identity decides
+    module.table["fixed"] = np.ones(2)
+    module.table["fixed"].flags.writeable = False
+    held = module.counts
+    before = mirror.snapshot(copy=True)
+    module.counts += 1
+    module.table["counts"][0] = 5
+    mirror.restore(before)
+    assert module.counts is held and not held.any() and not module.table["counts"].any()
     assert not mirror.delta(mirror.snapshot())
 
 

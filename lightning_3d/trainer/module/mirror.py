@@ -24,7 +24,7 @@ from lightning_3d.trainer.module.late_modules import LateModules
 
 log = logging.getLogger(__name__)
 
-_MAX_NODES = 1024  # Python objects looked at per attribute; larger ones are compared by identity
+_MAX_NODES = 1024  # Python objects, and kilobytes of arrays, looked at per attribute; more is compared by identity
 _COPIED = 64  # entries of containers in which tensors are copied
 _MAX_GRAPH_ELEMENTS = 1 << 16  # tensors that hang on an autograd graph are sent up to this size
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -43,8 +43,8 @@ class _Frozen:
     """The value itself; kept alive, so that its identity is not used again."""
     content: Any
     """What it held: versions of tensors, entries of containers, attributes of objects. ``None``: identity decides."""
-    copies: Mapping[int, Tensor]
-    """Values of the tensors in it, by ``id``, where they may have to be put back."""
+    copies: Mapping[int, Any]
+    """Values of the tensors and arrays in it, by ``id``, where they may have to be put back."""
 
 
 @dataclass(frozen=True)
@@ -258,15 +258,15 @@ class _Tail:
 
 
 def _freeze(value: Any, copy: bool = False) -> _Frozen:
-    copies: dict[int, Tensor] = {}
+    copies: dict[int, Any] = {}
     content = _content(value, [_MAX_NODES], copies if copy else None)
     if copy and isinstance(value, Tensor) and not isinstance(value, _FORBIDDEN) and id(value) not in copies:
         copies[id(value)] = value.detach().clone()  # one by itself is copied whatever its size
     return _Frozen(value, content, copies)
 
 
-def _content(value: Any, budget: list[int], copies: dict[int, Tensor] | None = None) -> Any:
-    """What tells whether a value has changed in place; spends one unit of the budget per object.
+def _content(value: Any, budget: list[int], copies: dict[int, Any] | None = None) -> Any:
+    """What tells whether a value has changed in place; spends one unit of the budget per object or kilobyte.
 
     Small tensors in it are copied into ``copies``, those in long containers left out: outputs, which steps append.
     """
@@ -278,7 +278,12 @@ def _content(value: Any, budget: list[int], copies: dict[int, Tensor] | None = N
             copies[id(value)] = value.detach().clone()
         return _version(value)
     if isinstance(value, np.ndarray):
-        return value.tobytes() if value.nbytes <= _MAX_NODES else None
+        if value.dtype.hasobject or value.nbytes // 1024 > budget[0]:
+            return None
+        budget[0] -= value.nbytes // 1024
+        if copies is not None:
+            copies[id(value)] = value.copy()
+        return hash(value.tobytes())
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         if len(value) <= budget[0]:
             return _held(value, value, budget, copies)
@@ -296,7 +301,7 @@ def _content(value: Any, budget: list[int], copies: dict[int, Tensor] | None = N
 
 
 def _held(
-    entries: Collection[Any], inner: Iterable[Any], budget: list[int], copies: dict[int, Tensor] | None = None
+    entries: Collection[Any], inner: Iterable[Any], budget: list[int], copies: dict[int, Any] | None = None
 ) -> _Held:
     copies = copies if len(entries) <= _COPIED else None
     return _Held(tuple(entries), tuple(_content(entry, budget, copies) for entry in inner))
@@ -350,11 +355,15 @@ def _thaw(frozen: _Frozen) -> Any:
     return _put_back(frozen.value, frozen.content, frozen.copies)
 
 
-def _put_back(value: Any, content: Any, copies: Mapping[int, Tensor]) -> Any:
+def _put_back(value: Any, content: Any, copies: Mapping[int, Any]) -> Any:
     """What is to stand in the place of ``value``: the same object, within which all is as it was, or a copy."""
     if isinstance(value, Tensor):
         unchanged = content is not None and _same(content, _version(value))
         return value if unchanged or id(value) not in copies else copies[id(value)].clone()
+    if isinstance(value, np.ndarray):
+        if id(value) in copies and content != hash(value.tobytes()):
+            value[...] = copies[id(value)]
+        return value
     if isinstance(content, _Tail):
         if isinstance(value, dict):
             for key in list(value)[content.length :]:
