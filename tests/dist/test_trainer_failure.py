@@ -146,7 +146,8 @@ WHO = {
         ("popen", "step"),
         pytest.param(("popen", "worker"), marks=pytest.mark.long),
         pytest.param(("popen", "start"), marks=pytest.mark.long),
-        ("popen", "exit"),
+        pytest.param(("popen", "exit"), marks=pytest.mark.long),
+        ("fork", "exit"),
         ("fork", "kill"),
         pytest.param(("forkserver", "start"), marks=pytest.mark.long),
         pytest.param(("torchrun", "step"), marks=pytest.mark.long),
@@ -182,9 +183,9 @@ def test_all_ranks_end_when_one_fails(run: _Run, request: pytest.FixtureRequest)
 @pytest.mark.parametrize(
     ("run", "signum"),
     [
-        (("popen", "none"), signal.SIGINT),
+        pytest.param(("popen", "none"), signal.SIGINT, marks=pytest.mark.long),
         (("popen", "none"), signal.SIGKILL),
-        pytest.param(("fork", "none"), signal.SIGINT, marks=pytest.mark.long),
+        (("fork", "none"), signal.SIGINT),
     ],
     indirect=["run"],
 )
@@ -201,7 +202,7 @@ def test_no_process_outlives_the_one_that_was_started(run: _Run, signum: signal.
     ("start_method", "place", "signum"),
     [
         ("popen", "import", signal.SIGTERM),
-        ("popen", "meet", signal.SIGKILL),
+        pytest.param("popen", "meet", signal.SIGKILL, marks=pytest.mark.long),
         ("forkserver", "meet", signal.SIGKILL),
         pytest.param("fork", "meet", signal.SIGKILL, marks=pytest.mark.long),
         pytest.param("spawn", "meet", signal.SIGTERM, marks=pytest.mark.long),
