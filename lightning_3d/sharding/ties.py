@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_3d.collectives import timed
-from lightning_3d.mesh import Axis, Mesh
+from lightning_3d.mesh import Axis, Mesh, own_group
 from lightning_3d.placeholder import is_placeholder
 from lightning_3d.sharding.gradients import sum_together
 
@@ -85,18 +85,16 @@ def _axes(stages: tuple[int, ...], mesh: Mesh) -> tuple[Axis, Axis]:
     if len(stages) == mesh.pp.size:
         return mesh.pp, mesh.control_pp
     sizes = mesh.sizes
-    grid = torch.arange(sizes.world).view(sizes.pp, sizes.dp, sizes.tp)
+    columns = torch.arange(sizes.world).view(sizes.pp, -1).t()
+    others = tuple(stage for stage in range(sizes.pp) if stage not in stages)
+    # The ranks of other stages take part with groups that nobody uses, since every rank must be in one.
+    rows = [column[list(part)].tolist() for column in columns for part in (stages, others)]
+    is_member = mesh.pp.rank in stages
     mine = tuple(mesh.pp.ranks[stage] for stage in stages)
-    rank = stages.index(mesh.pp.rank) if mesh.pp.rank in stages else -1
+    rank = stages.index(mesh.pp.rank) if is_member else -1
     backends = (None,) if mesh.device.type == "cpu" else (None, "gloo")
     made = []
     for backend in backends:
-        group = None
-        for replica in range(sizes.dp):
-            for part in range(sizes.tp):
-                ranks = grid[list(stages), replica, part].tolist()
-                new = dist.new_group(ranks, backend=backend)
-                if mesh.rank in ranks:
-                    group = new
-        made.append(Axis("tie", len(stages), rank, mine, group, mesh.events))
+        group = own_group(rows, mesh.rank, backend)
+        made.append(Axis("tie", len(stages), rank, mine, group if is_member else None, mesh.events))
     return made[0], made[-1]
