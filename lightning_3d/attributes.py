@@ -1,9 +1,12 @@
-"""What user code hangs on parameters: attributes, and hooks on their gradients, which others may have to take over."""
+"""What user code hangs on modules and parameters: attributes, and hooks on gradients, which others may take over."""
 
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
+
+OF_MODULES = frozenset(vars(Module()))
+"""Attributes in which torch keeps what is in a module; all others are the user's, whatever they are called."""
 
 
 def carry_attributes(old: Tensor, new: Tensor) -> None:

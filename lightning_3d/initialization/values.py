@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.attributes import renew_hooks
+from lightning_3d.attributes import OF_MODULES, renew_hooks
 from lightning_3d.initialization.recipes import Memory, Ref, compute, forget, history, memory_of, plainly
 
 Give = Callable[[Ref], Tensor]
@@ -66,7 +66,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     seen: set[int] = set()
     for prefix, part in module.named_modules():
         held = {**part._parameters, **part._buffers}
-        held.update({name: value for name, value in vars(part).items() if not name.startswith("_")})
+        held.update({name: value for name, value in vars(part).items() if name not in OF_MODULES})
         for name, value in held.items():
             for tensor in _tensors(value):
                 if id(tensor) not in seen:

@@ -12,14 +12,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from lightning_3d.attributes import OF_MODULES
 from lightning_3d.tensor_parallel.clone import Ground, GuessValues, trial_clone, trial_tensor
 from lightning_3d.tensor_parallel.layout import Rule
 from lightning_3d.tensor_parallel.probe import BlockCall, Calls
 from lightning_3d.tensor_parallel.search import observed
 from lightning_3d.tensor_parallel.sizes import whole_numbers
 from lightning_3d.tensor_parallel.visible import visible_state
-
-_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def built_alike(
@@ -198,7 +197,7 @@ def _attributes(block: nn.Module) -> tuple[object, ...]:
         (path, name, _plain(value))
         for path, part in block.named_modules()
         for name, value in vars(part).items()
-        if name not in _OF_MODULES or name == "training"
+        if name not in OF_MODULES or name == "training"
     )
 
 

@@ -11,12 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_3d.attributes import carry_attributes
+from lightning_3d.attributes import OF_MODULES, carry_attributes
 from lightning_3d.collectives import chunk_sizes
 from lightning_3d.initialization import following
-
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""Where torch keeps what is in a module."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ def replace_parameters(module: nn.Module, new: Mapping[int, nn.Parameter]) -> No
             if parameter is not None and id(parameter) in new:
                 part._parameters[name] = new[id(parameter)]
         for name, value in vars(part).items():
-            if name not in _OF_MODULES and isinstance(value, (list, dict, tuple)):
+            if name not in OF_MODULES and isinstance(value, (list, dict, tuple)):
                 vars(part)[name] = renewed(value)
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.attributes import OF_MODULES
 from lightning_3d.tensor_parallel.clone import without_hooks
 from lightning_3d.tensor_parallel.probe import BlockCall
 
-_KEPT_APART = frozenset(vars(nn.Module())) - {"training"}
+_KEPT_APART = OF_MODULES - {"training"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 

@@ -40,6 +40,7 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self._hidden = torch.arange(SIZE * SIZE) * 2
         self.drawn = nn.Parameter(torch.randn(SIZE, SIZE) * 0.02)
         self.truncated = parameter(lambda w: nn.init.trunc_normal_(w, std=0.8))
         self.orthogonal = parameter(nn.init.orthogonal_)
@@ -113,7 +114,7 @@ def test_everything_has_the_values_that_it_would_have_had(device: str) -> None:
             assert torch.equal(value, right) and value.stride() == right.stride(), name
             assert value.requires_grad == right.requires_grad and type(value) is type(right), name
     for odd in ("odd", "copy"):
-        for name in ("table", "angles"):
+        for name in ("table", "angles", "_hidden"):
             assert torch.equal(getattr(module[odd], name), getattr(expected[odd], name)), name
         assert (module[odd].rates, module[odd].order) == (expected[odd].rates, expected[odd].order)
 
