@@ -160,8 +160,9 @@ class Saving:
         What was saved before the first ``last`` was made does not name it. The next one would get another name, and a
         ``last`` that is never renewed would stay behind.
         """
-        is_last = path.name.startswith(callback.CHECKPOINT_NAME_LAST)
-        return is_last and not callback.last_model_path and path == self.resumed
+        if self.resumed is None or callback.last_model_path or not path.name.startswith(callback.CHECKPOINT_NAME_LAST):
+            return False
+        return path.name == self.resumed.name and path.parent.resolve() == self.resumed.parent.resolve()
 
     def _uploads(self) -> bool:
         """Whether a logger reads every checkpoint right after it was saved."""
