@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import heapq
 import itertools
 import os
 import statistics
@@ -92,6 +93,10 @@ class Census:
     where: dict[str, str] = field(default_factory=dict)
     """Who holds the newest of a kind, or the line that made it."""
 
+    def more_than(self, before: Census, what: str) -> tuple[int, int]:
+        """Bytes and number by which a kind has grown."""
+        return self.bytes[what] - before.bytes[what], self.counts[what] - before.counts[what]
+
     def grown_since(self, before: Census, expected: float = 0.0) -> tuple[Growth, ...]:
         """What has become more, largest first.
 
@@ -100,9 +105,10 @@ class Census:
             expected: Bytes that are looked for; kinds whose size is not known are left out where others explain half.
         """
         found = [
-            Growth(what, count - before.counts[what], self.bytes[what] - before.bytes[what], self.where.get(what, ""))
-            for what, count in self.counts.items()
-            if count > before.counts[what]
+            Growth(what, more, size, self.where.get(what, ""))
+            for what in self.counts
+            for size, more in (self.more_than(before, what),)
+            if more > 0
         ]
         found.sort(key=lambda grown: (-grown.bytes, -grown.more))
         if sum(grown.bytes for grown in found) > expected / 2:
@@ -137,10 +143,11 @@ def take_census(device: torch.device, before: Census | None = None) -> Census:
             census.counts[f"Python objects {name}"] = count
     if before is not None:
         own = {id(alive), id(newest)}
-        for what in list(newest):
-            if census.counts[what] > before.counts[what]:
-                with contextlib.suppress(Exception):  # objects of users may refuse to be looked at
-                    census.where[what] = held_by(newest[what], own)
+        # To find a holder is to look at all objects: only for those that will be shown.
+        grown = [what for what in newest if census.counts[what] > before.counts[what]]
+        for what in heapq.nlargest(_SHOWN, grown, key=lambda what: census.more_than(before, what)):
+            with contextlib.suppress(Exception):  # objects of users may refuse to be looked at
+                census.where[what] = held_by(newest[what], own)
     del alive
     _add_device_history(census, device)
     _add_tracemalloc(census)

@@ -56,6 +56,16 @@ def test_a_census_names_what_grew_and_who_holds_it() -> None:
     )  # views have no memory of their own
 
 
+def test_holders_are_looked_for_only_of_what_will_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(leaks, "held_by", lambda thing, ours: asked.append(thing) or "here")
+    before = take_census(CPU)
+    kept = [torch.zeros(17, 1 + index) for index in range(40)]
+    census = take_census(CPU, before)
+    assert len(asked) == 5  # each is a look at all objects of the process
+    assert [grown.where for grown in census.grown_since(before, 1.0)] == ["here"] * 5 and len(kept) == 40
+
+
 def test_a_leak_is_told_after_two_windows_and_only_at_constant_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = iter(range(10**9, 10**10, 3 << 20))
     monkeypatch.setattr(leaks, "memory_in_use", lambda device: next(memory))
