@@ -50,7 +50,16 @@ class Ranges:
         self._opener = _nvtx(stage) if target == "nvtx" else _recorded(stage)
 
     def install(self) -> None:
-        """Begin with the next step."""
+        """Begin with the next step.
+
+        Raises:
+            ConfigError: Another profiler names the spans.
+        """
+        if self._events.opener is not None:
+            raise ConfigError(
+                "NVTXRanges and torch's profiler were both asked for, and a process has room for one of them: both read"
+                " the GPU through CUPTI. Leave out the callback or the Trainer's profiler."
+            )
         self._events.opener = self._opener
         self._events.listen(self._ignore, MODES)
 

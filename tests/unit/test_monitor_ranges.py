@@ -35,6 +35,8 @@ def test_nvtx_ranges_open_and_close_with_their_spans(monkeypatch: pytest.MonkeyP
         pass
     assert said == []  # not installed
     ranges.install()
+    with pytest.raises(ConfigError, match="one of them"):
+        Ranges(events, 1, "profiler").install()
     events.begin_step(0)
     with events.span(Phase.FORWARD, 1, 0), events.span(Phase.TP, label="all_gather"):
         pass
