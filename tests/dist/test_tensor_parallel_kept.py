@@ -68,13 +68,16 @@ def _of_frozen_layers(rank: int, world_size: int) -> None:
 
 def _of_a_sequence(rank: int, world_size: int) -> None:
     block = block_of(rank, world_size, sequence_parallel=True)
-    x = torch.randn(WHOLE, requires_grad=True)
-    output, kept = kept_by(lambda: block(x))
-    assert [tensor for tensor in kept if tensor.shape == WHOLE] == []
-    with mock.patch.object(linear, "all_gather", wraps=linear.all_gather) as gathered:
-        output.square().sum().backward()
-    # Two row layers gather their gradient, and two groups of column layers their input, once each.
-    assert [call.kwargs.get("async_op", False) for call in gathered.call_args_list] == [False, True] * 2
+    for short in (False, True):
+        x = torch.randn(WHOLE, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=short, cache_enabled=False):
+            output, kept = kept_by(lambda x=x: block(x))
+        assert [tensor for tensor in kept if tensor.shape == WHOLE] == []
+        with mock.patch.object(linear, "all_gather", wraps=linear.all_gather) as gathered:
+            output.float().square().sum().backward()
+        # Two row layers gather their gradient, and two groups of column layers their input, once each.
+        assert [call.kwargs.get("async_op", False) for call in gathered.call_args_list] == [False, True] * 2
+        assert {call.args[0].dtype for call in gathered.call_args_list} == {torch.bfloat16 if short else torch.float32}
 
 
 def _of_a_gradient_of_two(rank: int, world_size: int) -> None:
