@@ -62,9 +62,15 @@ def test_what_cannot_be_combined_is_listed() -> None:
     assert combine(different, [1, 1], [2, 2]) == different
 
 
-@pytest.mark.parametrize("value", [None, "same", 3])
+def test_shapes_that_differ_are_listed() -> None:
+    shapes = [torch.zeros(2, 3).shape, torch.zeros(1, 3).shape]
+    assert combine(shapes, [2, 1], [2, 1]) == shapes
+    assert combine(shapes[:1] * 2, [1, 1], [2, 2]) == torch.Size([2, 3])
+
+
+@pytest.mark.parametrize("value", [None, "same", 3, 0.1])
 def test_equal_values_stay(value: Any) -> None:
-    assert combine([value, value], [1, 1], [1, 1]) == value
+    assert combine([value] * 3, [1, 1, 1], [1, 1, 1]) == value
 
 
 def test_one_micro_batch_returns_its_own_output() -> None:

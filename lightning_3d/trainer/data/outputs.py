@@ -32,12 +32,14 @@ def combine(outputs: Sequence[Any], weights: Sequence[float | Tensor], sizes: Se
     if all(isinstance(output, Tensor) for output in outputs):
         return _combine_tensors(outputs, weights, sizes)
     if all(type(output) is float for output in outputs):
+        if all(output == first for output in outputs):
+            return first  # to the last bit, and without asking weights on a device
         return float(_mean([torch.tensor(output, dtype=torch.float64) for output in outputs], weights))
     if any(type(output) is not type(first) for output in outputs):
         return list(outputs)
     if isinstance(first, Mapping):
         return _combine_mappings(outputs, weights, sizes)
-    if isinstance(first, (list, tuple)):
+    if isinstance(first, (list, tuple)) and not isinstance(first, torch.Size):  # which holds numbers only
         return _combine_sequences(outputs, weights, sizes)
     if dataclasses.is_dataclass(first):
         whole = copy.copy(first)
