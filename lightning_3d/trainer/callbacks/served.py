@@ -20,7 +20,7 @@ from lightning_3d.trainer.callbacks.averaging import Averaging
 from lightning_3d.trainer.callbacks.last_checkpoint import ExceptionCheckpoints
 from lightning_3d.trainer.callbacks.measuring_callbacks import RateSearch, serve_throughput
 from lightning_3d.trainer.callbacks.model_summary import Summaries
-from lightning_3d.trainer.data.batches import BatchLedger
+from lightning_3d.trainer.data.ledger import BatchLedger
 from lightning_3d.trainer.logging.loggers import Graphs, agree_on_versions
 from lightning_3d.trainer.logging.notices import Notices
 from lightning_3d.trainer.module.data_assignment import DataAssignment

@@ -173,13 +173,13 @@ class SharedLoader:
             ahead = 1 if sized_len(self) is None and not running.ended else 0  # Lightning looks one batch ahead
             state |= {"batches": max(0, running.num_batches - ahead), "random": running.started_at}
         if _is_resumable(self.loader):
-            own: Any = None
+            readers: Any = None
             if self.mesh.is_replica_reader:
                 behind = running.behind if running is not None and not running.ended else None
-                own = self.loader.state_dict() if behind is None else behind
-            gathered = all_gather_object(own, self.mesh.control_world)
-            step = self.mesh.tp.size
-            state["readers"] = [gathered[replica * step] for replica in range(self.mesh.dp.size)]
+                readers = all_gather_object(
+                    self.loader.state_dict() if behind is None else behind, self.mesh.control_dp
+                )
+            state["readers"] = broadcast_object(readers, self.mesh.control_model, 0)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -379,7 +379,8 @@ class _Pass:
         self.num_batches += 1
         if self.shared._track:
             self.shared.batch_sampler.seen_batch_indices.append(list(indices or ()))
-        self.shared.ledger.record(batch, BatchFacts(size, global_size, filler, indices, smallest=notes[7]))
+        facts = BatchFacts(size, global_size, filler, indices, smallest=notes[7])
+        self.shared.ledger.record(batch, facts, self.shared)
         return batch
 
 

@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from lightning_3d.pipeline.micro_batches import PartPath, batch_size_of
 
-_REMEMBERED = 32
+_AHEAD = 2  # batches of a loader that are on their way: Lightning may take one before it uses the one before
 _DEPTH = 3  # of containers in which the parts of several loaders are looked for
 
 
@@ -74,11 +75,11 @@ class BatchLedger:
         self.current = BatchFacts(1, num_replicas)
         """Facts of the batch that was taken last."""
         self._num_replicas = num_replicas
-        self._entries: deque[tuple[Any, BatchFacts]] = deque(maxlen=_REMEMBERED)
+        self._entries: WeakKeyDictionary[Any, deque[tuple[Any, BatchFacts]]] = WeakKeyDictionary()
 
-    def record(self, batch: Any, facts: BatchFacts) -> None:
-        """Note down a batch that a loader is about to hand out."""
-        self._entries.append((batch, facts))
+    def record(self, batch: Any, facts: BatchFacts, loader: object) -> None:
+        """Note down a batch that ``loader`` is about to hand out. Older ones that nobody has used are forgotten."""
+        self._entries.setdefault(loader, deque(maxlen=_AHEAD)).append((batch, facts))
 
     def take(self, batch: Any) -> BatchFacts:
         """The facts of a batch which is about to be used; they become :attr:`current`."""
@@ -100,11 +101,11 @@ class BatchLedger:
         return BatchFacts(size, size * self._num_replicas)
 
     def _find(self, batch: Any, path: PartPath = ()) -> list[tuple[PartPath, BatchFacts]]:
-        for index in range(len(self._entries)):
-            entry, facts = self._entries[index]
-            if entry is batch:
-                del self._entries[index]  # an object that comes again (a constant batch) comes with new facts
-                return [(path, facts)]
+        for entries in self._entries.values():
+            for index, (entry, facts) in enumerate(entries):
+                if entry is batch:
+                    del entries[index]  # an object that comes again (a constant batch) comes with new facts
+                    return [(path, facts)]
         if len(path) == _DEPTH or not isinstance(batch, (Mapping, list, tuple)):
             return []
         parts = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
