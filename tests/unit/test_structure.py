@@ -139,6 +139,13 @@ def test_files_are_short_and_their_names_say_what_they_hold(path: Path) -> None:
         )
 
 
+def test_every_folder_says_what_it_is_for() -> None:
+    where_things_live = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    for folder in {path.parent for path in FILES}:
+        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
+        assert folder == PACKAGE or f"`{folder.name}/`" in where_things_live, folder
+
+
 def test_no_folder_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:
     left_out = pytestconfig.getini("norecursedirs")
     folders = {path.parent.name for path in (PACKAGE.parent / "tests").rglob("test_*.py")}
