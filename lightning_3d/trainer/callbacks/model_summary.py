@@ -147,8 +147,8 @@ def _with_ranks(show: Callable[..., None], mesh: Mesh) -> Callable[..., None]:
 @contextlib.contextmanager
 def _without_values(module: pl.LightningModule) -> Iterator[None]:
     """Within, the module runs on tensors that have shapes only, whether it has memory or not."""
-    state = torch.get_rng_state()
-    with FakeTensorMode(allow_non_fake_inputs=True), attributes_kept(module), torch.no_grad():
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.random.fork_rng(devices=[]), fake, attributes_kept(module), torch.no_grad():
         stand_ins: dict[str, Tensor] = {}
         by_id: dict[int, Tensor] = {}
         for name, tensor in (
@@ -162,4 +162,3 @@ def _without_values(module: pl.LightningModule) -> Iterator[None]:
             stand_ins[name] = by_id[id(tensor)]
         with stateless._reparametrize_module(module, stand_ins):
             yield
-    torch.set_rng_state(state)
