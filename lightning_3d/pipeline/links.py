@@ -148,10 +148,12 @@ def as_input(tensor: Tensor, requires_grad: bool) -> Tensor:
     """What arrived, where this chunk's graph begins if it has a gradient.
 
     Not a leaf: what the first layer may do in one process (``ReLU(inplace=True)``), autograd forbids to do to a leaf.
+    And even where the first block runs under ``no_grad``: others may use what it was given, and the sender waits.
     """
-    if not requires_grad or not torch.is_grad_enabled():
+    if not requires_grad:
         return tensor
-    result: Tensor = _Arrival.apply(torch.empty(0, device=tensor.device, requires_grad=True), tensor)
+    with torch.enable_grad():
+        result: Tensor = _Arrival.apply(torch.empty(0, device=tensor.device, requires_grad=True), tensor)
     return result
 
 

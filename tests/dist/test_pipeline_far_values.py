@@ -156,6 +156,24 @@ class Rectified(nn.Module):
         return x.square().mean()
 
 
+class Asked(nn.Module):
+    """Its later layers are only asked, without a graph; what they were given has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(CrossBlock() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:2]:
+            x = layer(x)
+        y = x
+        with torch.no_grad():
+            for layer in self.layers[2:]:
+                y = layer(y)
+        return (self.head(x).square() * y.square().mean()).mean()
+
+
 class NoSharding:
     def prepare_backward(self, chunk: int, *, last_of_chunk: bool, last_of_step: bool, sync: bool) -> None:
         """Nothing is sharded here."""
@@ -223,7 +241,7 @@ def same_as_uncut(rank: int, world: int, schedule: str, virtual: int, kinds: lis
 
 @pytest.mark.parametrize(("world", "schedule", "virtual"), [(2, "1f1b", 1), (4, "1f1b", 1), (2, "interleaved_1f1b", 2)])
 def test_values_needed_stages_away_come_along_with_their_gradients(world: int, schedule: str, virtual: int) -> None:
-    kinds = [UNet, Seq2Seq, Derived, Rectified, *([] if virtual > 1 else [Loops])]
+    kinds = [UNet, Seq2Seq, Derived, Rectified, Asked, *([] if virtual > 1 else [Loops])]
     run_ranks(same_as_uncut, world, schedule, virtual, kinds)
 
 
