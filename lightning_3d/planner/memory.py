@@ -209,7 +209,7 @@ def stage_memory(shape: ModelShape, layout: Layout) -> tuple[StageMemory, ...]:
             root = (shape.embedding_parameters * (0 in chunks) + shape.head_parameters * (last in chunks)) / t
             buffers += 2 * layer * 2 + layer * layout.reduce_bytes + root * (2 + layout.reduce_bytes)
         elif d > 1:
-            buffers += min(parameters * layout.reduce_bytes, max(_BUCKET, layer * layout.reduce_bytes)) / 1
+            buffers += min(parameters * layout.reduce_bytes, max(_BUCKET, layer * layout.reduce_bytes))
         if layout.reduce_bytes == 2 and states.optimizer + states.optimizer_shared > 8:
             # Adam reads gradients in float32: a copy of the shard's.
             buffers += parameters * 4 / (d if layout.zero_stage else 1)
