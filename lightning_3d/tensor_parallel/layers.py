@@ -52,21 +52,6 @@ class RowSettings:
     """Sequence dim along which the output is scattered; ``None`` gives every rank all of it."""
 
 
-class _Transposed:
-    """Weight access of layers that keep it as ``[in, out]`` (Hugging Face's Conv1D)."""
-
-    @staticmethod
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight.t(), bias)
-
-    out_dim = 1
-
-
-class _Straight:
-    linear = staticmethod(F.linear)
-    out_dim = 0
-
-
 class Column(nn.Module):
     """Forward of a column layer, mixed into the class of the module it converts.
 
@@ -77,23 +62,26 @@ class Column(nn.Module):
     weight: Any
     bias: Any
     _column: ColumnSettings
-    _kind: Any
+    _transposed = False
+    """Whether the weight is kept as ``[in, out]``, as Hugging Face's Conv1D does."""
 
     def forward(self, x: Tensor) -> Any:
         """Map ``[..., in]`` to this rank's output features."""
         settings = self._column
         regions = settings.regions
         weight, bias = self.weight, self.bias
-        fused = self._kind is _Straight and not settings.share and is_fusible(x, weight, bias)
+        fused = not settings.share and is_fusible(x, weight, bias)
         sums = fused and settings.alone and settings.entry == "copy"
         x = regions.whole(x) if sums else regions.enter(x, settings.entry)
         if settings.share:
-            weight = _pieces(weight, self._kind.out_dim, settings.share)
+            weight = _pieces(weight, int(self._transposed), settings.share)
             bias = None if bias is None else _pieces(bias, 0, settings.share)
         if fused:
-            y = column_linear(x, weight, bias, regions.axis if sums else None, regions.piece_of(x))
+            axis = regions.axis if sums else None
+            y = column_linear(x, weight, bias, axis, regions.piece_of(x), self._transposed)
         else:
-            y = self._kind.linear(x, *local_views(weight, bias))
+            weight, bias = local_views(weight, bias)
+            y = F.linear(x, weight.t() if self._transposed else weight, bias)
         if settings.random and self.training:
             regions.open_stream()
         if settings.gather is None:
@@ -112,7 +100,8 @@ class Row(nn.Module):
     weight: Any
     bias: Any
     _row: RowSettings
-    _kind: Any
+    _transposed = False
+    """As in :class:`Column`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map this rank's input features to the whole output."""
@@ -121,7 +110,7 @@ class Row(nn.Module):
         regions.leave()
         if settings.split:
             x = split_to_tp(x, regions.axis, -1)
-        y = row_linear(x, self.weight, regions.axis, settings.scatter_dim, self._kind.linear)
+        y = row_linear(x, self.weight, regions.axis, settings.scatter_dim, self._transposed)
         bias = self.bias
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -129,13 +118,9 @@ class Row(nn.Module):
 class ColumnParallelLinear(Column, nn.Linear):
     """``nn.Linear`` whose output features are cut over the tensor-parallel axis."""
 
-    _kind = _Straight
-
 
 class RowParallelLinear(Row, nn.Linear):
     """``nn.Linear`` whose input features are cut over the tensor-parallel axis."""
-
-    _kind = _Straight
 
 
 def _pieces(whole: Tensor, dim: int, share: tuple[tuple[int, int], ...]) -> Tensor:
@@ -222,5 +207,5 @@ def _converted(cls: Any, mixin: Any) -> type[nn.Module]:
     }
     if (cls, mixin) in known:
         return known[cls, mixin]
-    kind = _Straight if issubclass(cls, nn.Linear) else _Transposed
-    return type(f"{mixin.__name__}Parallel{cls.__name__}", (mixin, cls), {"_kind": kind, "__module__": cls.__module__})
+    own = {"_transposed": not issubclass(cls, nn.Linear), "__module__": cls.__module__}
+    return type(f"{mixin.__name__}Parallel{cls.__name__}", (mixin, cls), own)

@@ -7,7 +7,6 @@ its weight is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +64,12 @@ def is_fusible(x: Tensor, weight: Any, bias: Any = None) -> bool:
 
 
 def column_linear(
-    x: Tensor, weight: DTensor, bias: DTensor | None, axis: Axis | None, piece: Piece | None = None
+    x: Tensor,
+    weight: DTensor,
+    bias: DTensor | None,
+    axis: Axis | None,
+    piece: Piece | None = None,
+    transposed: bool = False,
 ) -> Tensor:
     """``x`` ``[..., in]``, whole, times this rank's rows of ``weight``: ``[..., out / tp]``.
 
@@ -75,27 +79,27 @@ def column_linear(
         bias: ``[out]``, cut likewise.
         axis: Where the gradient of ``x`` is summed; ``None`` if it is summed elsewhere.
         piece: What ``x`` was gathered from, to be kept instead of it.
+        transposed: Whether the weight is ``[in, out]``, cut along dim 1.
     """
     kept = None if piece is None else piece.tensor
     again = None if piece is None else piece.again
-    return _Linear.apply(autocast(x), weight, bias, kept, again, axis, None, None)
+    return _Linear.apply(autocast(x), weight, bias, kept, again, axis, None, None, transposed)
 
 
-def row_linear(
-    x: Tensor, weight: Any, axis: Axis, scatter_dim: int | None = None, linear: Callable[..., Tensor] = F.linear
-) -> Tensor:
+def row_linear(x: Tensor, weight: Any, axis: Axis, scatter_dim: int | None = None, transposed: bool = False) -> Tensor:
     """This rank's features ``x`` ``[..., in / tp]`` times its columns of ``weight``, summed: ``[..., out]``.
 
     Args:
         x: A piece of the features.
-        weight: ``[out, in]``, cut along dim 1, or as ``linear`` takes it.
+        weight: ``[out, in]``, cut along dim 1.
         axis: Where the product is summed.
         scatter_dim: Dim of which this rank gets its piece of the sum; ``None`` for all of it.
-        linear: Computes the product.
+        transposed: Whether the weight is ``[in, out]``, cut along dim 0.
     """
-    if linear is F.linear and is_fusible(x, weight):
-        return _Linear.apply(autocast(x), weight, None, None, None, None, axis, scatter_dim)
-    y = linear(x, local_view(weight), None)
+    if is_fusible(x, weight):
+        return _Linear.apply(autocast(x), weight, None, None, None, None, axis, scatter_dim, transposed)
+    local = local_view(weight)
+    y = F.linear(x, local.t() if transposed else local)
     return reduce_from_tp(y, axis) if scatter_dim is None else reduce_scatter_to_sequence(y, axis, scatter_dim)
 
 
@@ -124,6 +128,7 @@ class _Linear(torch.autograd.Function):
         input_axis: Axis | None,
         output_axis: Axis | None,
         scatter_dim: int | None,
+        transposed: bool,
     ) -> Tensor:
         local = weight._local_tensor
         wanted = ctx.needs_input_grad
@@ -133,7 +138,9 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward((x if piece is None else piece) if wanted[1] else None, local if wanted[0] else None)
         ctx.parameters = weight, bias
         ctx.again, ctx.input_axis, ctx.output_axis, ctx.scatter_dim = again, input_axis, output_axis, scatter_dim
-        y = F.linear(x, autocast(local), None if bias is None else autocast(bias._local_tensor))
+        ctx.transposed = transposed
+        matrix = autocast(local.t() if transposed else local)
+        y = F.linear(x, matrix, None if bias is None else autocast(bias._local_tensor))
         if output_axis is None:
             return y
         return all_reduce(y, output_axis) if scatter_dim is None else reduce_scatter(y, output_axis, scatter_dim)
@@ -155,17 +162,20 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     rows = gradient.reshape(-1, gradient.shape[-1])
     input_gradient = weight_gradient = bias_gradient = on_its_way = None
     if wanted[0]:
-        input_gradient = rows.mm(local.to(rows.dtype)).view(*gradient.shape[:-1], local.shape[1])
+        matrix = (local.t() if ctx.transposed else local).to(rows.dtype)
+        input_gradient = rows.mm(matrix).view(*gradient.shape[:-1], matrix.shape[1])
         if ctx.input_axis is not None:
             on_its_way = all_reduce(input_gradient, ctx.input_axis, async_op=True)
     if wanted[1]:
         x = x if arriving is None else arriving.wait()
-        weight_gradient = hand_over(weight, rows.t().mm(x.reshape(-1, x.shape[-1])), nodes[1][0])
+        inputs = x.reshape(-1, x.shape[-1])
+        product = inputs.t().mm(rows) if ctx.transposed else rows.t().mm(inputs)
+        weight_gradient = hand_over(weight, product, nodes[1][0])
     if wanted[2]:
         bias_gradient = hand_over(bias, rows.sum(0), nodes[2][0])
     if on_its_way is not None:
         on_its_way.wait()
-    return input_gradient, weight_gradient, bias_gradient, None, None, None, None, None
+    return input_gradient, weight_gradient, bias_gradient, None, None, None, None, None, None
 
 
 _once = once_differentiable(_backward)
