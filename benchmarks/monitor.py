@@ -24,7 +24,7 @@ from typing_extensions import override
 from benchmarks.workload import Shape
 from lightning_3d import ThreeDStrategy
 from lightning_3d.events import EventSource, Phase, StepEvents
-from lightning_3d.monitor.own_time import summarize
+from lightning_3d.monitor.own_time import summarize, times_of
 from tests.harness import run_trainer
 
 TARGET = 1.01
@@ -68,7 +68,7 @@ class Alternate(Callback):
         return (len(self._turns) + 1) * (_STRETCH + 1)
 
     def _listen(self, step: StepEvents) -> None:
-        summarize(0, [step])
+        summarize(0, [times_of(step)])
         self.measured.spans = len(step.events)
 
     @override

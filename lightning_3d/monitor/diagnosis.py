@@ -21,7 +21,7 @@ from lightning_3d.mesh import Mesh
 from lightning_3d.monitor import leaks, stragglers
 from lightning_3d.monitor.clocks import clock_offsets
 from lightning_3d.monitor.leaks import LeakWatch, memory_in_use
-from lightning_3d.monitor.own_time import summarize
+from lightning_3d.monitor.own_time import StepTimes, summarize, times_of
 from lightning_3d.monitor.record import Entry, Leak, Place, RankWindow, Run, Window, Writer
 from lightning_3d.monitor.source import mesh_of, source_of
 
@@ -60,7 +60,7 @@ class Diagnosis(Callback):
         self.score = score
         self.watch_memory = watch_memory
         self._events: EventSource | None = None
-        self._steps: list[StepEvents] = []
+        self._steps: list[StepTimes] = []
         self._writer: Writer | None = None
         self._leak: Leak | None = None
         self._watch: LeakWatch | None = None
@@ -128,7 +128,7 @@ class Diagnosis(Callback):
     def _hear(self, step: StepEvents) -> None:
         self._known += 1
         if self._known > self.skip_steps:
-            self._steps.append(step)
+            self._steps.append(times_of(step))
 
     def _close(self, trainer: Trainer) -> None:
         mesh = mesh_of(trainer)

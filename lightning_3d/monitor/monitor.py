@@ -25,7 +25,7 @@ from lightning_3d.monitor.figures import Figures, figures, utilisation
 from lightning_3d.monitor.gauges import Gauges
 from lightning_3d.monitor.leaks import memory_in_use
 from lightning_3d.monitor.model_flops import ModelFlops, count_model
-from lightning_3d.monitor.own_time import summarize
+from lightning_3d.monitor.own_time import StepTimes, summarize, times_of
 from lightning_3d.monitor.record import RankWindow
 from lightning_3d.monitor.source import mesh_of, source_of
 from lightning_3d.monitor.step_picture import RankStep, draw_step, step_trace
@@ -34,7 +34,7 @@ from lightning_3d.monitor.tensorboard import TensorBoardPages
 from lightning_3d.pictures import svg
 
 _WINDOW = 100
-"""Steps at most that a point is the mean of: all that a rank did in them is kept until then."""
+"""Steps at most that a point is the mean of."""
 _PICTURED = 3
 """Steps that a rank keeps for a picture: devices may know the times of one more or less than others."""
 
@@ -82,7 +82,7 @@ class ThreeDMonitor(Callback):
         self.figures: Figures | None = None
         """Those of the last window, on rank 0."""
         self._events: EventSource | None = None
-        self._steps: deque[StepEvents] = deque(maxlen=_WINDOW)
+        self._steps: deque[StepTimes] = deque(maxlen=_WINDOW)
         self._for_picture: list[tuple[int, StepEvents]] = []
         self._pages: list[TensorBoardPages] = []
         self._flops: ModelFlops | None = None
@@ -147,7 +147,7 @@ class ThreeDMonitor(Callback):
     def _hear(self, step: StepEvents) -> None:
         self._known += 1
         if self._known > self.skip_steps:
-            self._steps.append(step)
+            self._steps.append(times_of(step))
             self._for_picture = [*self._for_picture[-_PICTURED + 1 :], (self._known, step)]
 
     # --- steps -----------------------------------------------------------------------------------------------------

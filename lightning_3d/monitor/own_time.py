@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from lightning_3d.events import Event, Phase, StepEvents
 from lightning_3d.monitor.record import RankWindow, Spread
@@ -63,10 +64,6 @@ def pipeline_seconds(step: StepEvents) -> tuple[float, float]:
     return (whole, busy) if whole else (0.0, 0.0)
 
 
-def _reading(step: StepEvents) -> float:
-    return sum(event.seconds for event in step.events if event.phase is Phase.LOADER and event.label == READ)
-
-
 def spread(values: Sequence[float]) -> Spread:
     """Values of several steps, in short; of none, zeros."""
     if not values:
@@ -75,33 +72,60 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.fmean(values), middle, statistics.median(abs(value - middle) for value in values))
 
 
-def summarize(rank: int, steps: Sequence[StepEvents], memory: Mapping[str, int] | None = None) -> RankWindow:
-    """The figures of one rank over a window of steps.
+class StepTimes(NamedTuple):
+    """What a rank did in a step, in short; validation in the midst of it is no part of it."""
 
-    Validation in the midst of a step is no part of it.
+    seconds: Mapping[str, float]
+    """By phase, each moment once."""
+    evaluation_s: float
+    pipeline_s: float
+    busy_s: float
+    reading_s: float
+    """Wait for this rank's own data loader."""
+    micro_batches: int
+    samples: int
+    tokens: int
+
+    @property
+    def length(self) -> float:
+        """Seconds of the step."""
+        return sum(self.seconds.values())
+
+
+def times_of(step: StepEvents) -> StepTimes:
+    """A step in short: what is kept of the thousands of events that one may have."""
+    seconds = seconds_by_phase(step)
+    evaluation = seconds.pop(Phase.EVALUATION.value, 0.0)
+    pipeline, busy = pipeline_seconds(step)
+    reading = sum(event.seconds for event in step.events if event.phase is Phase.LOADER and event.label == READ)
+    return StepTimes(seconds, evaluation, pipeline, busy, reading, step.micro_batches, step.samples, step.tokens)
+
+
+def summarize(rank: int, steps: Sequence[StepTimes], memory: Mapping[str, int] | None = None) -> RankWindow:
+    """The figures of one rank over a window of steps.
 
     Args:
         rank: The rank.
         steps: What it did.
         memory: Bytes ``"memory"`` in use and ``"memory_peak"``.
     """
-    charged = [seconds_by_phase(step) for step in steps]
-    for phases in charged:
-        phases.pop(Phase.EVALUATION.value, None)
-    names = sorted({name for phases in charged for name in phases})
-    pipeline = [pipeline_seconds(step) for step in steps]
-    lengths = spread([sum(phases.values()) for phases in charged])
+    names = sorted({name for step in steps for name in step.seconds})
+    lengths = spread([step.length for step in steps])
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / max(1, len(steps))
+
     return RankWindow(
         rank=rank,
         steps=len(steps),
         step_s=lengths.mean,
         usual_s=lengths.median,
-        seconds={name: spread([phases.get(name, 0.0) for phases in charged]) for name in names},
-        micro_batches=statistics.fmean(step.micro_batches for step in steps) if steps else 0.0,
-        samples=statistics.fmean(step.samples for step in steps) if steps else 0.0,
-        tokens=statistics.fmean(step.tokens for step in steps) if steps else 0.0,
-        pipeline_s=statistics.fmean(whole for whole, _ in pipeline) if steps else 0.0,
-        busy_s=statistics.fmean(busy for _, busy in pipeline) if steps else 0.0,
-        reading=spread([_reading(step) for step in steps]),
+        seconds={name: spread([step.seconds.get(name, 0.0) for step in steps]) for name in names},
+        micro_batches=mean(step.micro_batches for step in steps),
+        samples=mean(step.samples for step in steps),
+        tokens=mean(step.tokens for step in steps),
+        pipeline_s=mean(step.pipeline_s for step in steps),
+        busy_s=mean(step.busy_s for step in steps),
+        reading=spread([step.reading_s for step in steps]),
         **(memory or {}),
     )

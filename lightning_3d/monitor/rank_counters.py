@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from lightning_3d.events import Phase, StepEvents
-from lightning_3d.monitor.own_time import READ, pipeline_seconds, seconds_by_phase
+from lightning_3d.events import StepEvents
+from lightning_3d.monitor.own_time import times_of
 
 
 class RankCounters:
@@ -36,19 +36,17 @@ class RankCounters:
             step: What the rank did.
             tokens_per_sample: Where given, tokens are counted by it and not by the batch's ids.
         """
-        phases = seconds_by_phase(step)
-        self.evaluation_s += phases.pop(Phase.EVALUATION.value, 0.0)
-        for name, seconds in phases.items():
+        times = times_of(step)
+        for name, seconds in times.seconds.items():
             self.phase_s[name] += seconds
-        self.last_batch_s = sum(phases.values())
-        self.batch_s += self.last_batch_s
-        whole, busy = pipeline_seconds(step)
-        self.pipeline_s += whole
-        self.busy_s += busy
+        self.evaluation_s += times.evaluation_s
+        self.last_batch_s = times.length
+        self.batch_s += times.length
+        self.pipeline_s += times.pipeline_s
+        self.busy_s += times.busy_s
+        self.reading_s += times.reading_s
         for event in step.events:
-            if event.phase is Phase.LOADER and event.label == READ:
-                self.reading_s += event.seconds
-            elif event.bytes:
+            if event.bytes:
                 self.message_bytes[event.phase.value] += event.bytes
         self.batches += 1
         self.micro_batches += step.micro_batches

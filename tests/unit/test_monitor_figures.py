@@ -16,7 +16,7 @@ from lightning_3d.events import DeviceClock, Event, EventSource, Phase, StepEven
 from lightning_3d.models import GPT
 from lightning_3d.monitor.figures import Figures, Slowest, figures, utilisation
 from lightning_3d.monitor.model_flops import count_model
-from lightning_3d.monitor.own_time import pipeline_seconds, summarize
+from lightning_3d.monitor.own_time import pipeline_seconds, summarize, times_of
 from lightning_3d.monitor.record import RankWindow, Spread
 from lightning_3d.monitor.step_picture import RankStep, draw_step, step_trace
 from lightning_3d.monitor.tags import CHARTS, DESCRIPTIONS, scalars
@@ -190,7 +190,7 @@ SECOND = step(
 
 
 def two_stages() -> Figures:
-    ranks = [summarize(0, [FIRST]), summarize(1, [SECOND])]
+    ranks = [summarize(0, [times_of(FIRST)]), summarize(1, [times_of(SECOND)])]
     found = figures(ranks, Sizes(pp=2, dp=1, tp=1))
     assert found is not None
     return found

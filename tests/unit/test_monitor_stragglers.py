@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lightning_3d.events import Event, Phase, StepEvents
 from lightning_3d.monitor import stragglers
-from lightning_3d.monitor.own_time import seconds_by_phase, spread, summarize
+from lightning_3d.monitor.own_time import seconds_by_phase, spread, summarize, times_of
 from lightning_3d.monitor.record import Place, RankWindow, Spread
 
 STEP = 0.2
@@ -195,5 +195,5 @@ def test_every_moment_counts_once_for_the_innermost_event() -> None:
     found = seconds_by_phase(step)
     expected = {"loader": 1, "forward": 2, "tp": 1, "backward": 2, "dp": 1.5, "optimizer": 1, "other": 1.5}
     assert found == pytest.approx(expected)
-    window = summarize(0, [step, step])
+    window = summarize(0, [times_of(step)] * 2)
     assert window.step_s == pytest.approx(10.0) and window.reading.median == pytest.approx(1.0)
