@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -153,7 +154,8 @@ def build_mesh(
     timeout = _world_timeout()
     for axis in axes.values():
         if timeout is not None and axis.group is not None:  # a DeviceMesh leaves its groups the limits of torch
-            dist.distributed_c10d._set_pg_timeout(timeout, axis.group)
+            for backend in _backends(axis.group):
+                backend._set_default_timeout(timeout)
     axes["world"] = Axis("world", sizes.world, rank, tuple(range(sizes.world)), dist.group.WORLD)
     control = axes
     if device.type != "cpu":
@@ -266,5 +268,11 @@ def own_group(
 def _world_timeout() -> timedelta | None:
     """How long a collective of the default process group may take; ``None`` where its backend does not say."""
     world = dist.distributed_c10d._get_default_group()
-    limits = (getattr(getattr(world._get_backend(it), "options", None), "_timeout", None) for it in world._device_types)
+    limits = (getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(world))
     return next((limit for limit in limits if limit is not None), None)
+
+
+def _backends(group: ProcessGroup) -> list[Any]:
+    """What sends for a group, without what ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps around it."""
+    found = [group._get_backend(device) for device in group._device_types]
+    return [getattr(backend, "wrapped_pg", backend) for backend in found]
