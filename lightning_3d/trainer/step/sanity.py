@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.collectives import all_gather_object
+from lightning_3d.collectives import all_gather_object, all_reduce
 from lightning_3d.errors import SanityError
 from lightning_3d.fingerprint import fingerprints
 from lightning_3d.mesh import Axis, Mesh, where
@@ -18,6 +19,8 @@ from lightning_3d.sharding.reducer import local_of
 
 Found = dict[str, dict[int, int]]
 """What differs -> rank -> the fingerprint it has of it."""
+_NAMED = 8
+"""Ranks that a message names of those that hold the same."""
 
 
 class SanityChecks:
@@ -71,10 +74,10 @@ class SanityChecks:
         self._agree(found)
 
     def _agree(self, found: Found) -> None:
-        everyone: Found = {}
-        for others in all_gather_object(found, self._mesh.control_world):
-            everyone.update(others)
-        if everyone:
+        if all_reduce(torch.tensor(bool(found)), self._mesh.control_world, "max"):
+            everyone: Found = {}
+            for others in all_gather_object(found, self._mesh.control_world):
+                everyone.update(others)
             sizes = self._mesh.sizes
             lines = [f"  {what}: {_ranks(values, sizes)}" for what, values in list(everyone.items())[:20]]
             more = f"\n  and {len(everyone) - 20} more" if len(everyone) > 20 else ""
@@ -92,6 +95,8 @@ def _compare(tensors: Mapping[str, Tensor], axis: Axis, what: str) -> Found:
         return {}
     names = list(tensors)
     values = fingerprints([local_of(tensors[name]) for name in names], torch.device("cpu")).tolist()
+    if _is_alike((names, values), axis):
+        return {}
     rows = all_gather_object((names, values), axis)
     every = list(dict.fromkeys(name for row_names, _ in rows for name in row_names))
     tables = [dict(zip(*row, strict=True)) for row in rows]
@@ -100,6 +105,13 @@ def _compare(tensors: Mapping[str, Tensor], axis: Axis, what: str) -> Found:
         for name in every
         if len({table.get(name) for table in tables}) > 1
     }
+
+
+def _is_alike(held: object, axis: Axis) -> bool:
+    """Whether all ranks hold the same, told by one number of each: names and values of thousands are much to send."""
+    digest = int.from_bytes(hashlib.blake2b(repr(held).encode(), digest_size=7).digest(), "big")
+    most, least = all_reduce(torch.tensor([digest, -digest]), axis, "max").tolist()
+    return bool(most == -least)
 
 
 def _ranks(values: Mapping[int, int], sizes: Any) -> str:
@@ -111,4 +123,5 @@ def _ranks(values: Mapping[int, int], sizes: Any) -> str:
 
 
 def _listed(ranks: Sequence[int], sizes: Any) -> str:
-    return ", ".join(where(rank, sizes) for rank in ranks)
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return ", ".join(where(rank, sizes) for rank in ranks[:_NAMED]) + more
