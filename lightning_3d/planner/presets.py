@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -57,14 +58,19 @@ PRESETS: Mapping[str, ModelShape] = MappingProxyType(
 """Published models; their parameters are the published counts (tested)."""
 
 
+_GENERATION = re.compile(r"llama-?([23])(\.1)?(?=-)")
+"""Of a Llama, as people write it: Llama-2, Llama 3.1."""
+
+
 def preset(name: str, **changes: Any) -> ModelShape:
     """The shape of a published model, with ``changes`` such as ``seq_len=8192``.
 
     Raises:
         ConfigError: If the name is not known.
     """
-    key = name.lower().replace("_", "-").replace("llama-2", "llama2").replace("llama-3.1", "llama3")
-    key = key.replace("llama3.1", "llama3").replace("llama-3", "llama3")
+    key = name.lower().replace("_", "-")
+    if key not in PRESETS:  # llama-33b is of the first generation
+        key = _GENERATION.sub(r"llama\1", key)
     if key not in PRESETS:
         near = difflib.get_close_matches(key, PRESETS, n=3)
         hint = f" Did you mean {', '.join(near)}?" if near else ""

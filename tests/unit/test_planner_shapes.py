@@ -54,6 +54,11 @@ def test_a_token_passes_two_of_eight_experts() -> None:
     assert preset("llama3-8b").active_parameters == preset("llama3-8b").parameters
 
 
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_name_of_the_table_is_known(name: str) -> None:
+    assert preset(name) == PRESETS[name]  # "llama-33b" is no Llama 3
+
+
 @pytest.mark.parametrize("name", ["Llama-3.1-8B", "llama3.1-8b", "LLAMA_3_8B", "llama3-8b"])
 def test_models_are_found_as_people_write_them(name: str) -> None:
     assert preset(name) == PRESETS["llama3-8b"]
