@@ -29,15 +29,15 @@ class ManualUse:
         self._units = [shards.root] if shards.rule.shards_parameters else shards.all_units
         self._flags: dict[int, bool] = {}
         """By id of FSDP2's item: ``requires_grad`` of shard and gathered parameter, as of the last look."""
-        users: dict[nn.Module, list[Any]] = {}
+        users: dict[nn.Module, list[tuple[Any, Any]]] = {}
         for unit in shards.all_units:
             for group in unit.groups:
                 for item in group.fsdp_params:
                     self._flags[id(item)] = item.sharded_param.requires_grad
                     for module in (item._module_info.module, *item._module_info.shared_modules):
-                        users.setdefault(module, []).append(item)
-        for module, items in users.items():
-            module.register_forward_pre_hook(partial(self._before_call, items), prepend=True)
+                        users.setdefault(module, []).append((group, item))
+        for module, pairs in users.items():
+            module.register_forward_pre_hook(partial(self._before_call, pairs), prepend=True)
 
     def gather(self) -> None:
         """Gather what is not gathered. Collective over the dp axis if anything is missing."""
@@ -48,9 +48,11 @@ class ManualUse:
             unit.module.unshard()
             unit.wait_for_gather()
 
-    def _before_call(self, items: list[Any], module: nn.Module, args: Any) -> None:
-        self.gather()
-        for item in items:
+    def _before_call(self, pairs: list[tuple[Any, Any]], module: nn.Module, args: Any) -> None:
+        # A look at all units in the call of every layer would take longer than the layer.
+        if not all(group.is_unsharded for group, _ in pairs):
+            self.gather()
+        for _, item in pairs:
             gathered = getattr(item, "_unsharded_param", None)
             if gathered is None:
                 continue

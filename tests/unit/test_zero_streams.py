@@ -12,6 +12,7 @@ from torch import nn
 from lightning_3d.config import ParallelConfig, Sizes
 from lightning_3d.dry_run.world import standing_in
 from lightning_3d.sharding import Sharding, build_sharding
+from lightning_3d.sharding.zero import Unit
 
 
 class Stage(nn.Module):
@@ -67,3 +68,19 @@ def test_gradients_are_waited_for_wherever_their_reduction_began(
         context = shards.shards.root.state._comm_ctx
         assert not getattr(context, "_last_post_reduce_events", None)
         assert not getattr(context, "reduce_scatter_states", None)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_layer_looks_at_its_own_unit_only(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With manual optimization, layers are called by whoever likes, and in large models there are many of both."""
+    with standing_in(Sizes(pp=1, dp=2, tp=1), 0) as mesh:
+        stage = Stage(nn.Sequential(*(nn.Linear(3, 3) for _ in range(20))))
+        shards = build_sharding(stage, {0: list(stage.module)}, mesh, ParallelConfig(zero_stage=zero), unit_bytes=0)
+        shards.allow_manual_use()
+        shards.prepare_forward()
+        stage(lambda: stage.module(torch.ones(2, 3)))
+        looks: list[object] = []
+        original = Unit.groups.fget
+        monkeypatch.setattr(Unit, "groups", property(lambda unit: (looks.append(unit), original(unit))[1]))
+        stage(lambda: stage.module(torch.ones(2, 3)))
+        assert len(looks) <= 20
