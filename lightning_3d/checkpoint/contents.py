@@ -64,7 +64,8 @@ def contents_of(path: str | os.PathLike[str], verify: bool = False) -> Contents:
     stored = stored_state_dict(folder, manifest, index, extra)
     tensors = {key: value for key, value in stored.items() if isinstance(value, StoredTensor)}
     distinct = {value.key: (key, value) for key, value in reversed(tensors.items())}
-    shown = dict(sorted(distinct.values(), key=lambda pair: manifest.keys.index(pair[0])))
+    order = {key: place for place, key in enumerate(manifest.keys)}
+    shown = dict(sorted(distinct.values(), key=lambda pair: order[pair[0]]))
     return Contents(
         path=str(folder),
         layout=manifest.layout,
