@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -267,9 +268,11 @@ def own_group(
 
 def _world_timeout() -> timedelta | None:
     """How long a collective of the default process group may take; ``None`` where its backend does not say."""
-    world = dist.distributed_c10d._get_default_group()
-    limits = (getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(world))
-    return next((limit for limit in limits if limit is not None), None)
+    for backend in _backends(dist.distributed_c10d._get_default_group()):
+        with contextlib.suppress(AttributeError, RuntimeError):
+            limit: timedelta = backend.options._timeout
+            return limit
+    return None
 
 
 def _backends(group: ProcessGroup) -> list[Any]:
