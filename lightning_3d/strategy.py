@@ -215,6 +215,7 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
         self._ranges: Ranges | None = None
         self._preemption = Preemption(self.guard, preemption_grace_s)
         self._chooses = False
+        self._mesh_of_one: DeviceMesh | None = None
         self._clipping: TorchClipping | None = None
         self._hook_logs: HookLogs | None = None
         self._served = ServedCallbacks()
@@ -231,9 +232,12 @@ class ThreeDStrategy(TakesCompiled, SteppingStrategy):
         topology = self.topology
         if topology.device_mesh is not None:
             return topology.device_mesh
-        if not _distributed_is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        return DeviceMesh(topology.device.type, torch.zeros(1, 1, 1, dtype=torch.int), mesh_dim_names=AXES)
+        if self._mesh_of_one is None:
+            if not _distributed_is_initialized():
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            alone = torch.zeros(1, 1, 1, dtype=torch.int)
+            self._mesh_of_one = DeviceMesh(topology.device.type, alone, mesh_dim_names=AXES)
+        return self._mesh_of_one
 
     @property
     def layout(self) -> Layout:

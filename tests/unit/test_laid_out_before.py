@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -69,3 +70,13 @@ def test_who_listens_to_the_later_trainer_hears_of_its_steps(module: BoringModel
     later.fit(module)
     assert len(steps) == 2
     assert {Phase.FORWARD, Phase.BACKWARD} <= {event.phase for event in steps[0].events}
+
+
+def test_the_mesh_of_one_rank_is_made_once(module: BoringModel) -> None:
+    later = trainer()
+    later.test(module, verbose=False)
+    try:
+        mesh = later.strategy.mesh  # type: ignore[attr-defined]
+        assert mesh is later.strategy.mesh and mesh.mesh_dim_names == ("pp", "dp", "tp")  # type: ignore[attr-defined]
+    finally:
+        dist.destroy_process_group()

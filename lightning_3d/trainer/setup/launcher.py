@@ -229,7 +229,9 @@ class ProcessLauncher(_MultiProcessingLauncher):
     Args:
         strategy: The strategy whose ranks are started.
         start_method: ``"fork"``, ``"forkserver"`` or ``"spawn"``.
-        where: Names a rank.
+        where: Names a rank of this node, given its local rank, with its place on the mesh. Must pickle.
+        check: Called with the Trainer and what it was given before processes are started; what it raises keeps them
+            from starting. Must pickle.
     """
 
     def __init__(
