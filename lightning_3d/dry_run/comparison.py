@@ -16,6 +16,7 @@ from lightning_3d.planner import Cluster, Layout, ModelShape, estimate
 from lightning_3d.planner.gpus import CPU
 from lightning_3d.planner.memory import on_device, stage_memory
 from lightning_3d.planner.reading import shape_of_module
+from lightning_3d.trainer.setup.choice import planner_layout
 
 GB = 1e9
 
@@ -102,23 +103,10 @@ def _by_planner_kind(stage: StageReport, is_mixed: bool) -> dict[str, float]:
 
 def layout_of(job: Job, found: DryRun) -> Layout:
     """The planner's layout of a job."""
-    config, sizes, precision = job.config, job.sizes, job.trainer.precision_plugin.precision
-    return Layout(
-        tensor_parallel=sizes.tp,
-        pipeline_parallel=sizes.pp,
-        data_parallel=sizes.dp,
-        zero_stage=config.zero_stage,
-        schedule=config.schedule,
-        virtual_stages=config.virtual_stages,
-        micro_batch_size=found.micro_batch,
-        global_batch_size=found.samples * sizes.dp,
-        sequence_parallel=config.sequence_parallel,
-        activation_checkpointing=config.activation_checkpointing,
-        precision=str(precision),
-        pipeline_split=tuple(len(chunk) for chunk in found.layout.chunks) or None,
-        reduce_dtype=config.reduce_dtype or ("float64" if str(precision) == "64-true" else "float32"),
-        loss_parallel=config.loss_parallel,
-    )
+    chunks = tuple(len(chunk) for chunk in found.layout.chunks) or None
+    precision = str(job.trainer.precision_plugin.precision)
+    samples = found.samples * job.sizes.dp
+    return planner_layout(job.config, job.sizes, precision, found.micro_batch, samples, chunks)
 
 
 def shape_of(job: Job) -> ModelShape:

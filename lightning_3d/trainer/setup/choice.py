@@ -230,22 +230,7 @@ class _Search:
             count = -(-replica // size) * self.given.accumulated
         split = config.pipeline_split
         chunks = balanced_split(shape, sizes.pp, config.virtual_stages) if isinstance(split, str) else tuple(split)
-        return Layout(
-            tensor_parallel=sizes.tp,
-            pipeline_parallel=sizes.pp,
-            data_parallel=sizes.dp,
-            zero_stage=config.zero_stage,
-            schedule=config.schedule,
-            virtual_stages=config.virtual_stages,
-            micro_batch_size=size,
-            global_batch_size=size * count * sizes.dp,
-            sequence_parallel=config.sequence_parallel and sizes.tp > 1,
-            activation_checkpointing=config.activation_checkpointing,
-            precision=self.given.precision,
-            pipeline_split=chunks if sizes.pp > 1 else None,
-            reduce_dtype=config.reduce_dtype or ("float64" if self.given.precision == "64-true" else "float32"),
-            loss_parallel=config.loss_parallel,
-        )
+        return planner_layout(config, sizes, self.given.precision, size, size * count * sizes.dp, chunks)
 
     def _is_legal(self, sizes: Sizes) -> bool:
         if sizes.tp == sizes.pp == 1:
@@ -342,6 +327,42 @@ class _Search:
         nodes = f"{cluster.num_nodes} x " if cluster.num_nodes > 1 else ""
         kind = "CPU processes" if cluster.device.generation == CPU else cluster.device.name
         return f"{nodes}{cluster.ranks_per_node} {kind} of {_gb(cluster.gpu_memory_gb)} GB"
+
+
+def planner_layout(
+    config: ParallelConfig,
+    sizes: Sizes,
+    precision: str,
+    micro_batch_size: int,
+    global_batch_size: int,
+    chunks: tuple[int, ...] | None,
+) -> Layout:
+    """What the planner calls a run of these options.
+
+    Args:
+        config: The options.
+        sizes: Ranks along every axis.
+        precision: Of the Trainer.
+        micro_batch_size: Samples of a micro-batch.
+        global_batch_size: Samples of an optimizer step.
+        chunks: Blocks of every chunk; ``None`` if they are equal.
+    """
+    return Layout(
+        tensor_parallel=sizes.tp,
+        pipeline_parallel=sizes.pp,
+        data_parallel=sizes.dp,
+        zero_stage=config.zero_stage,
+        schedule=config.schedule,
+        virtual_stages=config.virtual_stages,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=global_batch_size,
+        sequence_parallel=config.sequence_parallel and sizes.tp > 1,
+        activation_checkpointing=config.activation_checkpointing,
+        precision=precision,
+        pipeline_split=chunks if sizes.pp > 1 else None,
+        reduce_dtype=config.reduce_dtype or ("float64" if precision == "64-true" else "float32"),
+        loss_parallel=config.loss_parallel,
+    )
 
 
 def _in_order(options: list[_Option]) -> list[_Option]:
