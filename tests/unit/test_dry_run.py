@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_3d import ThreeDStrategy
+from lightning_3d import ThreeDStrategy, tensor_parallel
 from lightning_3d.cli import main
 from lightning_3d.config import ParallelConfig, Sizes
 from lightning_3d.dry_run import Batch, Job, Record, dry_run, job
 from lightning_3d.dry_run.allocations import Allocations, Moment
 from lightning_3d.dry_run.memoryless import Memoryless
 from lightning_3d.dry_run.traffic import Message
+from lightning_3d.dry_run.verdicts import compare_blocks
 from lightning_3d.dry_run.watch import Watch
 from lightning_3d.dry_run.world import group_names, standing_in
 from lightning_3d.errors import ConfigError
@@ -216,6 +217,15 @@ def test_what_the_run_would_refuse_is_refused(
 ) -> None:
     assert main(["dry-run", "--config", recipe(tmp_path, **options), *BATCH]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_blocks_too_large_to_be_compared_here_are_told() -> None:
+    with deferring(1, draws=False):
+        module = GPT(num_layers=2, width=1024, num_heads=8, sequence_length=16, vocab_size=64)
+    config = ParallelConfig(tensor_parallel=8)
+    plan = tensor_parallel.plan(module, [["blocks.0", "blocks.1"]], config, 8)
+    found = compare_blocks(module, plan, 10.0)
+    assert found.found is None and "blocks of 12,592,128 parameters" in found.note and "doctor" in found.note
 
 
 def test_sizes_left_to_the_planner_are_those_that_it_chooses(
