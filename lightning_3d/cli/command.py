@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+import lightning.pytorch
+from jsonargparse import ActionConfigFile
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import (
     ArgsType,
@@ -133,6 +136,10 @@ SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
 """Commands that train nothing, by name: each takes the arguments after its name and returns an exit code."""
 
 
+_TAKES_LINKS = "applied_instantiation_links" in signature(_InstantiatorFn.__call__).parameters
+"""Not so before 2.6."""
+
+
 class Parser(LightningArgumentParser):
     """A parser whose help lists the options of the strategy, and whose errors name the nearest option."""
 
@@ -206,7 +213,6 @@ class CLI(LightningCLI):
             seed_everything_default=42,
             save_config_callback=SaveConfig,
             trainer_defaults={"strategy": {"class_path": STRATEGY}},
-            parser_class=Parser,
             parser_kwargs={
                 "prog": PROG,
                 "description": "Train, validate, test or predict with 3D parallelism.",
@@ -214,6 +220,15 @@ class CLI(LightningCLI):
                 **{name: dict(options) for name in self.subcommands()},
             },
         )
+
+    @override
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Make a parser; before 2.6 Lightning takes no class of them."""
+        kwargs.setdefault("dump_header", [f"lightning.pytorch=={lightning.pytorch.__version__}"])
+        parser = Parser(**kwargs)
+        what = "Path to a configuration file in json or yaml format."
+        parser.add_argument("-c", "--config", action=ActionConfigFile, help=what)
+        return parser
 
     @override
     @staticmethod
@@ -256,7 +271,8 @@ class CLI(LightningCLI):
 
     def _remember(self, build: Callable[..., Any]) -> Callable[..., Any]:
         def construct(class_type: type, *args: Any, applied_instantiation_links: dict[str, Any], **kwargs: Any) -> Any:
-            links = {} if build is _build else {"applied_instantiation_links": applied_instantiation_links}
+            passes = build is not _build and _TAKES_LINKS
+            links = {"applied_instantiation_links": applied_instantiation_links} if passes else {}
             try:
                 return build(class_type, *args, **links, **kwargs)
             except Exception as error:

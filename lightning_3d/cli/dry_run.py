@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_3d.cli.command import CLI, FAILURE, STRATEGY, SUCCESS, Parser
+from lightning_3d.cli.command import CLI, FAILURE, STRATEGY, SUCCESS
 from lightning_3d.cli.config_files import read_recipe
 from lightning_3d.cli.dry_run_report import render
 from lightning_3d.cli.numbers import positive, whole
@@ -149,7 +149,6 @@ class _Recipe(CLI):
             seed_everything_default=42,
             save_config_callback=None,
             trainer_defaults={"strategy": {"class_path": STRATEGY}},
-            parser_class=Parser,
             parser_kwargs={"prog": "lightning-3d dry-run", "allow_abbrev": False},
         )
 
