@@ -55,7 +55,7 @@ class StepStreams:
         self._block_salt = 1 + mesh.tp.rank if sequence_parallel else 0
         self._generators = [torch.default_generator]
         if mesh.device.type != "cpu":
-            self._generators.append(_generator(mesh.device))
+            self._generators.append(generator_of(mesh.device))
 
     @contextmanager
     def micro_batch(self, step: int, micro_batch: int) -> Iterator[None]:
@@ -122,7 +122,7 @@ class LocalStream:
         """Branch off the current stream, which moves on equally on every rank; no effect inside the local stream."""
         if self._axis.size == 1:
             return
-        generator = _generator(self._device)
+        generator = generator_of(self._device)
         # Recomputation may leave a region half way and put the generator's state back itself; the seed tells whether
         # the stream that was opened is still the current one.
         if self._outer is not None and generator.initial_seed() == self._seed:
@@ -141,13 +141,14 @@ class LocalStream:
         """Return to the stream that :meth:`open` left; no effect outside the local stream."""
         if self._outer is None:
             return
-        generator = _generator(self._device)
+        generator = generator_of(self._device)
         if generator.initial_seed() == self._seed:
             generator.set_state(self._outer)
         self._outer = None
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def generator_of(device: torch.device) -> torch.Generator:
+    """The default generator of a device."""
     if device.type == "cuda":
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index

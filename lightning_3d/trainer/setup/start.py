@@ -15,12 +15,22 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.fingerprint import fingerprints
 from lightning_3d.initialization import LARGE, Recipes, deferring, is_deferred, reading_late
 from lightning_3d.mesh import Mesh
+from lightning_3d.random import generator_of
 from lightning_3d.trainer.data.host_random import HostRandomState
 
 
 def share_random_state(mesh: Mesh) -> None:
-    """Give every rank the random state of rank 0: torch's CPU generator, NumPy's and Python's."""
-    broadcast_object(HostRandomState.get(), mesh.control_world, 0).set()
+    """Give every rank the random state of rank 0: torch's generators of CPU and device, NumPy's and Python's.
+
+    Nobody seeds a GPU's generator but who asks for it: left alone, a random transform of a batch on the device would
+    differ within a replica.
+    """
+    generator = None if mesh.device.type == "cpu" else generator_of(mesh.device)
+    own = HostRandomState.get(), None if generator is None else generator.get_state()
+    host, on_device = broadcast_object(own, mesh.control_world, 0)
+    host.set()
+    if generator is not None:
+        generator.set_state(on_device)
 
 
 @contextlib.contextmanager
