@@ -93,3 +93,16 @@ def test_ranks_sum_over_the_axes_of_the_mesh_in_one_order(monkeypatch: pytest.Mo
         adafactor._summed([(torch.ones(2), {"tp": tp}), (torch.ones(1), {"tp": tp, "dp": dp})])
         assert summed == [dp, tp]
         summed.clear()
+
+
+def test_adafactor_rounds_a_parameter_of_16_bits_once() -> None:
+    before, gradient = torch.randn(2, 400, generator=torch.Generator().manual_seed(0)).bfloat16()
+    parameter = nn.Parameter(before.clone())
+    parameter.grad = gradient
+    optimizer = optim.Adafactor([parameter], lr=0.013, weight_decay=0.0)
+    with torch.no_grad():
+        adafactor.step_group(optimizer, optimizer.param_groups[0])
+    eps = torch.finfo(torch.bfloat16).eps
+    update = gradient.square().clamp(min=eps**2).rsqrt().mul(gradient).double()
+    alpha = 0.013 * before.double().square().mean().sqrt() / update.square().mean().sqrt().clamp(min=1.0)
+    assert torch.equal(parameter, (before.double() - update * alpha).bfloat16())
