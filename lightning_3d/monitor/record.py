@@ -7,6 +7,7 @@ found. Only rank 0 writes, line by line, so that a run that dies leaves what it 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -310,7 +311,8 @@ def last_run(folder: str | Path) -> Run | None:
     with find(folder).open() as file:
         for line in file:
             if line.startswith(_RUN):
-                found = _build(Run, json.loads(line))
+                with contextlib.suppress(json.JSONDecodeError):  # its process was killed
+                    found = _build(Run, json.loads(line))
     return found
 
 

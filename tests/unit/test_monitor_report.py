@@ -138,7 +138,9 @@ def test_a_run_that_goes_on_after_a_kill_is_read_apart_from_the_one_before(tmp_p
         file.write('{"entry":"window","first_st')
     resumed = dataclasses.replace(run, started=5.0)
     Writer(tmp_path).write(resumed)
-    assert list(record.read(tmp_path)) == [run, resumed]
+    with (tmp_path / record.FILE).open("a") as file:
+        file.write('{"entry":"run","star')  # and is killed at once
+    assert list(record.read(tmp_path)) == [run, resumed] and record.last_run(tmp_path) == resumed
 
 
 def test_the_record_of_a_long_run_stays_short_and_has_its_means(tmp_path: Path) -> None:
