@@ -90,7 +90,8 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         packed = query is key and key is value and self._qkv_same_embed_dim
         if packed and is_fusible(query, self.in_proj_weight, self.in_proj_bias):
             piece = self._attention.regions.piece_of(query)
-            return column_linear(query, self.in_proj_weight, self.in_proj_bias, None, piece).chunk(3, -1)  # type: ignore[arg-type]
+            axis = None if piece is None else self._attention.regions.axis
+            return column_linear(query, self.in_proj_weight, self.in_proj_bias, axis, piece).chunk(3, -1)  # type: ignore[arg-type]
         bias = local_view(self.in_proj_bias)
         if self._qkv_same_embed_dim:
             weight = local_view(self.in_proj_weight)

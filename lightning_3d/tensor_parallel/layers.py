@@ -77,8 +77,9 @@ class Column(nn.Module):
             weight = _pieces(weight, int(self._transposed), settings.share)
             bias = None if bias is None else _pieces(bias, 0, settings.share)
         if fused:
-            axis = regions.axis if sums else None
-            y = column_linear(x, weight, bias, axis, regions.piece_of(x), self._transposed)
+            piece = regions.piece_of(x)
+            axis = regions.axis if sums or (settings.alone and piece is not None) else None
+            y = column_linear(x, weight, bias, axis, piece, self._transposed)
         else:
             weight, bias = local_views(weight, bias)
             y = F.linear(x, weight.t() if self._transposed else weight, bias)

@@ -78,12 +78,15 @@ def column_linear(
         weight: ``[out, in]``, cut along dim 0.
         bias: ``[out]``, cut likewise.
         axis: Where the gradient of ``x`` is summed; ``None`` if it is summed elsewhere.
-        piece: What ``x`` was gathered from, to be kept instead of it.
+        piece: What ``x`` was gathered from, to be kept instead of it. It gets the gradient that is summed here.
         transposed: Whether the weight is ``[in, out]``, cut along dim 1.
     """
-    kept = None if piece is None else piece.tensor
-    again = None if piece is None else piece.again
-    return _Linear.apply(autocast(x), weight, bias, kept, again, axis, None, None, transposed)
+    x = autocast(x)
+    if piece is None:
+        return _Linear.apply(x, weight, bias, None, None, axis, None, None, transposed)
+    kept = piece.tensor
+    x, kept = (x, kept.detach()) if axis is None else (x.detach(), kept)
+    return _Linear.apply(x, weight, bias, kept, piece.again, axis, None, None, transposed)
 
 
 def row_linear(x: Tensor, weight: Any, axis: Axis, scatter_dim: int | None = None, transposed: bool = False) -> Tensor:
@@ -135,7 +138,8 @@ class _Linear(torch.autograd.Function):
         if wanted[1] and again is not None:
             again.expect()
         # The weight as it is held: a copy in another type would live as long as the micro-batch is under way.
-        ctx.save_for_backward((x if piece is None else piece) if wanted[1] else None, local if wanted[0] else None)
+        kept = (x if piece is None else piece) if wanted[1] else None
+        ctx.save_for_backward(kept, local if wanted[0] or wanted[3] else None)
         ctx.parameters = weight, bias
         ctx.again, ctx.input_axis, ctx.output_axis, ctx.scatter_dim = again, input_axis, output_axis, scatter_dim
         ctx.transposed = transposed
@@ -161,10 +165,12 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         gradient = all_gather(gradient, ctx.output_axis, ctx.scatter_dim)
     rows = gradient.reshape(-1, gradient.shape[-1])
     input_gradient = weight_gradient = bias_gradient = on_its_way = None
-    if wanted[0]:
+    if wanted[0] or wanted[3]:
         matrix = (local.t() if ctx.transposed else local).to(rows.dtype)
         input_gradient = rows.mm(matrix).view(*gradient.shape[:-1], matrix.shape[1])
-        if ctx.input_axis is not None:
+        if wanted[3]:
+            on_its_way = reduce_scatter(input_gradient, ctx.input_axis, ctx.again.dim, async_op=True)
+        elif ctx.input_axis is not None:
             on_its_way = all_reduce(input_gradient, ctx.input_axis, async_op=True)
     if wanted[1]:
         x = x if arriving is None else arriving.wait()
@@ -174,8 +180,9 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     if wanted[2]:
         bias_gradient = hand_over(bias, rows.sum(0), nodes[2][0])
     if on_its_way is not None:
-        on_its_way.wait()
-    return input_gradient, weight_gradient, bias_gradient, None, None, None, None, None, None
+        input_gradient = on_its_way.wait()
+    whole, piece = (None, input_gradient) if wanted[3] else (input_gradient, None)
+    return whole, weight_gradient, bias_gradient, piece, None, None, None, None, None
 
 
 _once = once_differentiable(_backward)

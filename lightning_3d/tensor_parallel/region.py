@@ -79,7 +79,7 @@ class Regions:
         """The whole sequence of which ``x`` is this rank's piece, for column layers to read."""
         entered = gather_from_sequence(x, self.axis, dim, reduce_gradient=True)
         if entered is not x and torch.is_grad_enabled() and not is_shape_only(x, self.axis):
-            self._note(entered, Piece(x.detach(), Regathering(self.axis, dim)))
+            self._note(entered, Piece(x, Regathering(self.axis, dim)))
         return entered
 
     def piece_of(self, x: Tensor) -> Piece | None:

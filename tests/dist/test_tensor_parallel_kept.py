@@ -80,6 +80,19 @@ def _of_a_sequence(rank: int, world_size: int) -> None:
         assert {call.args[0].dtype for call in gathered.call_args_list} == {torch.bfloat16 if short else torch.float32}
 
 
+def _alone(rank: int, world_size: int) -> None:
+    """A column layer that has a sequence for itself sums its gradient while it computes that of its weight."""
+    model = build("nanogpt").float()
+    cut("nanogpt", model, mesh_of(world_size), sequence_parallel=True)
+    output = model.blocks[0](torch.randn(WHOLE, requires_grad=True))  # type: ignore[index, operator]
+    own = mock.patch.object(linear, "reduce_scatter", wraps=linear.reduce_scatter)
+    others = mock.patch.object(sent, "reduce_scatter", wraps=sent.reduce_scatter)
+    with own as overlapped, others as exposed:
+        output.square().sum().backward()
+    assert [call.kwargs["async_op"] for call in overlapped.call_args_list] == [True, True]
+    assert not exposed.called
+
+
 def _of_a_gradient_of_two(rank: int, world_size: int) -> None:
     device_mesh = mesh_of(world_size).device_mesh
     assert device_mesh is not None
@@ -93,7 +106,7 @@ def _of_a_gradient_of_two(rank: int, world_size: int) -> None:
 
 
 def _all(rank: int, world_size: int) -> None:
-    for check in (_under_autocast, _of_frozen_layers, _of_a_sequence, _of_a_gradient_of_two):
+    for check in (_under_autocast, _of_frozen_layers, _of_a_sequence, _alone, _of_a_gradient_of_two):
         torch.manual_seed(0)
         check(rank, world_size)
 
