@@ -73,8 +73,8 @@ def step_group(optimizer: Adafactor, group: dict[str, Any]) -> None:
         alpha = alpha / (norm.sqrt() / (root * group["d"])).clamp(min=1.0)
         if decay != 0:
             part.values.mul_(1 - lr * decay)
-        wide = torch.promote_types(update.dtype, torch.float32)  # rounded once, as torch's `add_(update, alpha=...)` is
-        part.values.copy_(part.values.to(wide).sub_(update.to(wide).mul_(alpha.to(wide))))
+        exact = torch.promote_types(update.dtype, torch.float32)  # rounded once, as torch's `add_(update, alpha=...)` is
+        part.values.copy_(part.values.to(exact).sub_(update.to(exact).mul_(alpha.to(exact))))
 
 
 def _update(part: _Part, column_sum: Tensor | None, given_eps: float | None) -> Tensor:
