@@ -73,7 +73,7 @@ def step_group(optimizer: Adafactor, group: dict[str, Any]) -> None:
         alpha = alpha / (norm.sqrt() / (root * group["d"])).clamp(min=1.0)
         if decay != 0:
             part.values.mul_(1 - lr * decay)
-        exact = torch.promote_types(update.dtype, torch.float32)  # rounded once, as torch's `add_(update, alpha=...)` is
+        exact = torch.promote_types(update.dtype, torch.float32)  # rounded once, as by torch's add_(alpha=...)
         part.values.copy_(part.values.to(exact).sub_(update.to(exact).mul_(alpha.to(exact))))
 
 
