@@ -164,82 +164,145 @@ def chunk_parameters(shape: ModelShape, layers: int, is_first: bool, is_last: bo
     return total
 
 
-def stage_memory(shape: ModelShape, layout: Layout) -> tuple[StageMemory, ...]:
-    """Memory of a rank of every stage at its peak."""
-    p, v, d = layout.pipeline_parallel, layout.virtual_stages, layout.data_parallel * layout.context_parallel
-    name = layout.schedule_name
-    chunk_layers = layout.chunk_layers(shape)
-    owners = chunk_ranks(name, p, v)
-    last = layout.num_chunks - 1
-    element = layout.element_bytes / 2
-    t = layout.tensor_parallel
-    tokens = shape.seq_len / layout.context_parallel * layout.micro_batch_size
-    # A pipeline that reduces once a step keeps whole gradients and parameters meanwhile.
-    stage = layout.zero_stage if layout.communicates_each_micro_batch else min(layout.zero_stage, 1)
-    states = state_bytes(layout.precision, stage if d > 1 else 0, layout.reduce_bytes)
-    kept = _kept_per_layer(shape, layout) * element
-    full = element * layer_activations(
-        shape, layout.micro_batch_size, t, layout.sequence_parallel, None, layout.flash_attention,
-        layout.context_parallel,
-    )  # fmt: skip
-    message = layout.element_bytes * tokens * shape.hidden / layout.message_cut
-    result = []
-    for rank in range(p):
-        chunks = [c for c in range(layout.num_chunks) if owners[c] == rank]
-        parameters = sum(chunk_parameters(shape, chunk_layers[c], c == 0, c == last, layout) for c in chunks)
-        layers = sum(chunk_layers[c] for c in chunks)
+@dataclass(frozen=True)
+class _Stage:
+    """A rank of one pipeline stage."""
+
+    shape: ModelShape
+    layout: Layout
+    rank: int
+    chunks: tuple[int, ...]
+    layers: int
+    parameters: float
+    """That it computes with: its tensor-parallel part."""
+
+    @property
+    def is_first(self) -> bool:
+        return 0 in self.chunks
+
+    @property
+    def is_last(self) -> bool:
+        return self.layout.num_chunks - 1 in self.chunks
+
+    @property
+    def replicas(self) -> int:
+        return self.layout.data_parallel * self.layout.context_parallel
+
+    @property
+    def tokens(self) -> float:
+        """Of a micro-batch."""
+        return self.shape.seq_len / self.layout.context_parallel * self.layout.micro_batch_size
+
+    @property
+    def hidden_states(self) -> float:
+        """Elements of those of a micro-batch, between tensor-parallel regions."""
+        layout = self.layout
+        return self.tokens * self.shape.hidden / (layout.tensor_parallel if layout.sequence_parallel else 1)
+
+    @property
+    def layer(self) -> float:
+        """Parameters of a layer."""
+        if self.shape.experts:
+            return chunk_parameters(self.shape, 1, False, False, self.layout)
+        return self.shape.layer_parameters / self.layout.tensor_parallel
+
+    def memory(self, states: StateBytes, kept: float, whole: float) -> StageMemory:
+        """All of it.
+
+        Args:
+            states: Bytes per parameter.
+            kept: Bytes that a layer keeps of a micro-batch.
+            whole: The same if nothing is recomputed.
+        """
+        layout, d = self.layout, self.replicas
+        held = self.parameters
         # Experts that are shared out have fewer replicas to share their states with.
-        shared = (parameters + expert_parameters(shape, layers, layout) * (layout.expert_parallel - 1)) / d
-        live = in_flight_chunks(name, rank, p, v, layout.micro_batches) / v if p > 1 else 1
-        activations = live * layers * kept
-        if 0 in chunks:
-            activations += live * 2 * tokens * shape.hidden / (t if layout.sequence_parallel else 1) * shape.has_dropout
-        logits = 0.0
-        if last in chunks:
-            cut = t if layout.loss_parallel else 1
-            logits = tokens * shape.vocab / cut * 4
-            activations += 4 * element * tokens * shape.hidden / (t if layout.sequence_parallel else 1)
-        layer = shape.layer_parameters / t if not shape.experts else chunk_parameters(shape, 1, False, False, layout)
-        buffers = 0.0 if layout.fused_loss else 2 * logits  # copies that a plain cross entropy keeps
+        more = expert_parameters(self.shape, self.layers, layout) * (layout.expert_parallel - 1)
+        shared = (held + more) / d
+        logits = self._logits()
+        parameters = held * states.parameters + shared * states.parameters_shared
+        gradients = held * (states.gradients + 2 * layout.keeps_16bit_gradients) + shared * states.gradients_shared
+        optimizer = held * states.optimizer + shared * states.optimizer_shared
+        buffers = self._buffers(states)
+        if not layout.fused_loss:
+            buffers += 2 * logits  # copies that a plain cross entropy keeps
+        if layout.activation_checkpointing not in (None, "selective", "operators"):
+            buffers += whole
+        return StageMemory(
+            parameters=0.0 if layout.offload == "parameters" else parameters,
+            gradients=gradients,
+            optimizer=0.0 if layout.offload is not None else optimizer,
+            activations=self._activations(kept),
+            logits=logits,
+            buffers=buffers,
+        )
+
+    def _activations(self, kept: float) -> float:
+        layout, p, v = self.layout, self.layout.pipeline_parallel, self.layout.virtual_stages
+        live = 1.0
         if p > 1:
+            live = in_flight_chunks(layout.schedule_name, self.rank, p, v, layout.micro_batches) / v
+        activations = live * self.layers * kept
+        if self.is_first:
+            activations += live * 2 * self.hidden_states * self.shape.has_dropout
+        if self.is_last:
+            activations += 2 * layout.element_bytes * self.hidden_states  # of the last norm and the head
+        return activations
+
+    def _logits(self) -> float:
+        cut = self.layout.tensor_parallel if self.layout.loss_parallel else 1
+        return 4 * self.tokens * self.shape.vocab / cut if self.is_last else 0.0
+
+    def _buffers(self, states: StateBytes) -> float:
+        """Gathered parameters, buckets, and messages."""
+        layout, d, layer = self.layout, self.replicas, self.layer
+        buffers = 0.0
+        if layout.pipeline_parallel > 1:
             # Activations and gradients that arrive ahead of their use, and gradients on their way out.
-            buffers += message * (2 * (rank > 0 or v > 1) + (rank < p - 1 or v > 1))
-        if layout.zero_stage == 3:
+            several = layout.virtual_stages > 1
+            messages = 2 * (self.rank > 0 or several) + (self.rank < layout.pipeline_parallel - 1 or several)
+            buffers += messages * layout.element_bytes * self.tokens * self.shape.hidden / layout.message_cut
+        if layout.zero_stage == 3 and d > 1:
             # Two layers are gathered, one's gradients are whole; and so is the root: the embedding and the head.
-            root = (shape.embedding_parameters * (0 in chunks) + shape.head_parameters * (last in chunks)) / t
-            buffers += 2 * layer * 2 + layer * layout.reduce_bytes + root * (2 + layout.reduce_bytes)
+            root = self.shape.embedding_parameters * self.is_first + self.shape.head_parameters * self.is_last
+            buffers += 2 * layer * layout.element_bytes + layer * layout.reduce_bytes
+            buffers += root / layout.tensor_parallel * (layout.element_bytes + layout.reduce_bytes)
         elif d > 1:
-            buffers += min(parameters * layout.reduce_bytes, max(_BUCKET, layer * layout.reduce_bytes))
+            buffers += min(self.parameters * layout.reduce_bytes, max(_BUCKET, layer * layout.reduce_bytes))
         if layout.reduce_bytes == 2 and states.optimizer + states.optimizer_shared > 8:
             # Adam reads gradients in float32: a copy of the shard's.
-            buffers += parameters * 4 / (d if layout.zero_stage else 1)
-        if layout.activation_checkpointing not in (None, "selective", "operators"):
-            buffers += full
-        offloaded = layout.offload is not None
-        result.append(
-            StageMemory(
-                parameters=0.0
-                if layout.offload == "parameters"
-                else parameters * states.parameters + shared * states.parameters_shared,
-                gradients=parameters * (states.gradients + 2 * layout.keeps_16bit_gradients)
-                + shared * states.gradients_shared,
-                optimizer=0.0 if offloaded else parameters * states.optimizer + shared * states.optimizer_shared,
-                activations=activations,
-                logits=logits,
-                buffers=buffers,
-            )
-        )
+            buffers += self.parameters * 4 / (d if layout.zero_stage else 1)
+        return buffers
+
+
+def stage_memory(shape: ModelShape, layout: Layout) -> tuple[StageMemory, ...]:
+    """Memory of a rank of every stage at its peak."""
+    chunk_layers, last = layout.chunk_layers(shape), layout.num_chunks - 1
+    owners = chunk_ranks(layout.schedule_name, layout.pipeline_parallel, layout.virtual_stages)
+    replicas = layout.data_parallel * layout.context_parallel
+    # A pipeline that reduces once a step keeps whole gradients and parameters meanwhile.
+    zero_stage = layout.zero_stage if layout.communicates_each_micro_batch else min(layout.zero_stage, 1)
+    states = state_bytes(layout.precision, zero_stage if replicas > 1 else 0, layout.reduce_bytes)
+    element = layout.element_bytes / 2  # formulas are in 16 bits
+    kept, whole = element * _kept_per_layer(shape, layout), element * _of_layer(shape, layout, None)
+    result = []
+    for rank in range(layout.pipeline_parallel):
+        chunks = tuple(chunk for chunk, owner in enumerate(owners) if owner == rank)
+        parameters = sum(chunk_parameters(shape, chunk_layers[c], c == 0, c == last, layout) for c in chunks)
+        stage = _Stage(shape, layout, rank, chunks, sum(chunk_layers[c] for c in chunks), parameters)
+        result.append(stage.memory(states, kept, whole))
     return tuple(result)
 
 
-def _kept_per_layer(shape: ModelShape, layout: Layout) -> float:
-    def kept(checkpointing: str | None) -> float:
-        return layer_activations(
-            shape, layout.micro_batch_size, layout.tensor_parallel, layout.sequence_parallel, checkpointing,
-            layout.flash_attention, layout.context_parallel,
-        )  # fmt: skip
+def _of_layer(shape: ModelShape, layout: Layout, checkpointing: str | None) -> float:
+    return layer_activations(
+        shape, layout.micro_batch_size, layout.tensor_parallel, layout.sequence_parallel, checkpointing,
+        layout.flash_attention, layout.context_parallel,
+    )  # fmt: skip
 
+
+def _kept_per_layer(shape: ModelShape, layout: Layout) -> float:
     value = layout.activation_checkpointing
     if isinstance(value, int):
-        return kept("full") / value + kept(None) * (1 - 1 / value)
-    return kept(value)
+        return _of_layer(shape, layout, "full") / value + _of_layer(shape, layout, None) * (1 - 1 / value)
+    return _of_layer(shape, layout, value)

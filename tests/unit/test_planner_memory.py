@@ -155,6 +155,18 @@ def test_messages_between_stages_are_few() -> None:
     assert [stage.buffers for stage in stage_memory(shape, layout)[:3]] == [hidden, 3 * hidden, 3 * hidden]
 
 
+def test_one_replica_gathers_nothing_and_float32_is_gathered_in_float32() -> None:
+    shape = preset("llama2-7b")
+    alone, two = (
+        stage_memory(shape, Layout(zero_stage=3, data_parallel=d, global_batch_size=d, fused_loss=True))[0].buffers
+        for d in (1, 2)
+    )
+    assert alone == 0 < two
+    wide = Layout(zero_stage=3, data_parallel=2, global_batch_size=2, fused_loss=True, precision="32-true")
+    root = shape.embedding_parameters + shape.head_parameters
+    assert stage_memory(shape, wide)[0].buffers == 12 * shape.layer_parameters + 8 * root
+
+
 @pytest.mark.parametrize("expert_parallel", [2, 8])
 def test_experts_that_are_shared_out_have_fewer_replicas_for_their_states(expert_parallel: int) -> None:
     shape = preset("mixtral-8x7b")
