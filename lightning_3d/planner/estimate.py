@@ -105,8 +105,8 @@ def estimate(
     replicas = Group(layout.data_parallel * layout.context_parallel, layout.tensor_parallel)
     worst = max(held)
     sharded = _sharded_slowdown(layer, worst, shape, layout, links, replicas)
-    forward = [part.forward + part.forward_tp + n * sharded[0] for part, n in zip(parts, chunks, strict=True)]
-    backward = [part.backward + part.backward_tp + n * sharded[1] for part, n in zip(parts, chunks, strict=True)]
+    forward = [part.forward + part.forward_tp + n * sharded.forward for part, n in zip(parts, chunks, strict=True)]
+    backward = [part.backward + part.backward_tp + n * sharded.backward for part, n in zip(parts, chunks, strict=True)]
     message = model.tokens * shape.hidden * layout.element_bytes / layout.message_cut
     send = links.send(message, cluster.world_size // p) if p > 1 else 0.0
     if not layout.overlap_pipeline and p > 1:
@@ -119,9 +119,8 @@ def estimate(
     mine = [part for part, owner in zip(parts, owners, strict=True) if owner == busiest]
     compute = m * sum(part.forward + part.backward for part in mine)
     tp = m * sum(part.forward_tp + part.backward_tp for part in mine)
-    sharded_total = (
-        m * (sharded[0] + sharded[1]) * sum(n for n, owner in zip(chunks, owners, strict=True) if owner == busiest)
-    )
+    layer_runs = m * sum(n for n, owner in zip(chunks, owners, strict=True) if owner == busiest)
+    sharded_total = layer_runs * (sharded.forward + sharded.backward)
     dp_total, exposed = _data_parallel(
         worst,
         layout,
@@ -130,7 +129,7 @@ def estimate(
         sum(time for time, owner in zip(forward, owners, strict=True) if owner == busiest),
         sum(time for time, owner in zip(backward, owners, strict=True) if owner == busiest),
     )
-    exposed += sharded_total
+    dp_total, exposed = dp_total + layer_runs * sharded.collectives, exposed + sharded_total
     optimizer = kernels.moving(worst / (replicas.size if layout.zero_stage else 1) * 32, 4)
     step = (pipeline.total + exposed - sharded_total + optimizer) * (1 + known.step_overhead)
     tokens = layout.samples * shape.seq_len
@@ -189,12 +188,21 @@ def _chunk(layer: PartTime, layers: int, before: PartTime | None, after: PartTim
     )
 
 
+@dataclass(frozen=True)
+class _Sharded:
+    """What gathering parameters and reducing gradients in every micro-batch adds to a layer. Seconds."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    collectives: float = 0.0
+    """All of them, also what hides."""
+
+
 def _sharded_slowdown(
     layer: PartTime, held: float, shape: ModelShape, layout: Layout, links: Links, replicas: Group
-) -> tuple[float, float]:
-    """What gathering parameters and reducing gradients in every micro-batch adds to a layer's forward and backward."""
+) -> _Sharded:
     if not layout.communicates_each_micro_batch or replicas.size == 1:
-        return 0.0, 0.0
+        return _Sharded()
     parameters = held * layout.pipeline_parallel / shape.layers
     gather = links.gather(layout.element_bytes * parameters, replicas) if layout.zero_stage == 3 else 0.0
     reduce = links.gather(layout.reduce_bytes * parameters, replicas)
@@ -202,8 +210,11 @@ def _sharded_slowdown(
     def added(compute: float, communication: float) -> float:
         return max(0.0, communication - compute) + links.constants.overlap_cost * min(compute, communication)
 
-    forward = added(layer.forward + layer.forward_tp, gather)
-    return forward, added(layer.backward + layer.backward_tp, gather + reduce)
+    return _Sharded(
+        forward=added(layer.forward + layer.forward_tp, gather),
+        backward=added(layer.backward + layer.backward_tp, gather + reduce),
+        collectives=2 * gather + reduce,
+    )
 
 
 def _data_parallel(

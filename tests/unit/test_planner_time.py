@@ -164,6 +164,19 @@ def test_the_whole_all_reduce_of_zero_0_hides_behind_the_last_backward() -> None
     assert found[0].dp_s > found[1].dp_s  # sums go to all replicas, in float32
 
 
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_collectives_of_every_micro_batch_are_among_all_of_them(zero_stage: int) -> None:
+    """ZeRO-3 gathers twice and reduces once, ZeRO-2 reduces, and gathers once a step."""
+    shape, cluster = PRESETS["llama2-7b"], Cluster.parse("h100-80g:2x8")
+    one, two = (
+        estimate(shape, cluster, Layout(data_parallel=16, global_batch_size=16 * m, zero_stage=zero_stage))
+        for m in (1, 2)
+    )
+    assert 0 < one.exposed_dp_s < one.dp_s
+    once = two.dp_s - 2 * (two.dp_s - one.dp_s)
+    assert once == pytest.approx(0.0 if zero_stage == 3 else one.dp_s / 3, rel=0.05, abs=1e-6)
+
+
 def test_latencies_of_a_cluster_go_before_those_of_its_gpus() -> None:
     shape, layout = PRESETS["gpt2"], Layout(tensor_parallel=4, data_parallel=4, global_batch_size=16)
     given = Cluster(gpu="a100-80g", num_nodes=2, intra_node_latency_us=100, inter_node_latency_us=1000)
