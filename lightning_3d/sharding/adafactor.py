@@ -51,7 +51,7 @@ def step_group(optimizer: Adafactor, group: dict[str, Any]) -> None:
     parts = [_part(optimizer, p, group["maximize"]) for p in group["params"] if p.grad is not None]
     wide = [part for part in parts if part.values.dim() > 1]
     lr, decay = float(group["lr"]), group["weight_decay"]
-    sizes = _summed([(part.values.double().square().sum(), part.groups) for part in parts])
+    sizes = _summed([(_sum_of_squares(part.values), part.groups) for part in parts])
     means = {id(part): pair for part, pair in zip(wide, zip(*_mean_squares(wide), strict=True), strict=True)}
     for part in parts:
         part.state["step"] += 1
@@ -64,9 +64,7 @@ def step_group(optimizer: Adafactor, group: dict[str, Any]) -> None:
     columns = _summed([(local_of(part.state["row_var"]).sum(dim=-2, keepdim=True), part.over(-2)) for part in wide])
     column_of = dict(zip(map(id, wide), columns, strict=True))
     updates = [_update(part, column_of.get(id(part)), group["eps"][0]) for part in parts]
-    norms = _summed(
-        [(update.double().square().sum(), part.groups) for update, part in zip(updates, parts, strict=True)]
-    )
+    norms = _summed([(_sum_of_squares(update), part.groups) for update, part in zip(updates, parts, strict=True)])
     for part, size, update, norm in zip(parts, sizes, updates, norms, strict=True):
         root = max(1, part.param.numel()) ** 0.5
         alpha = (size.sqrt() / root).clamp(min=group["eps"][1]) * min(lr, float(part.state["step"]) ** -0.5)
@@ -145,6 +143,11 @@ def _mean_squares(parts: Sequence[_Part]) -> tuple[list[Tensor], list[Tensor]]:
     rows = [total / part.param.shape[-1] for total, part in zip(totals[::2], parts, strict=True)]
     columns = [total / part.param.shape[-2] for total, part in zip(totals[1::2], parts, strict=True)]
     return rows, columns
+
+
+def _sum_of_squares(values: Tensor) -> Tensor:
+    """In float64, of which no copy of ``values`` is made."""
+    return values.to(torch.promote_types(values.dtype, torch.float32)).square().sum(dtype=torch.float64)
 
 
 def _summed(items: Sequence[tuple[Tensor, _Groups]]) -> list[Tensor]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.placeholder import placeholder_parameter
@@ -106,3 +109,27 @@ def test_adafactor_rounds_a_parameter_of_16_bits_once() -> None:
     update = gradient.square().clamp(min=eps**2).rsqrt().mul(gradient).double()
     alpha = 0.013 * before.double().square().mean().sqrt() / update.square().mean().sqrt().clamp(min=1.0)
     assert torch.equal(parameter, (before.double() - update * alpha).bfloat16())
+
+
+class _Doubles(TorchDispatchMode):
+    """The sizes of tensors in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+            self.sizes.add(result.numel())
+        return result
+
+
+def test_adafactor_copies_no_parameter_to_float64_for_its_norms() -> None:
+    parameters = [nn.Parameter(torch.ones(6, 5)), nn.Parameter(torch.ones(7))]
+    optimizer = optim.Adafactor(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    with torch.no_grad(), _Doubles() as doubles:
+        adafactor.step_group(optimizer, optimizer.param_groups[0])
+    assert max(doubles.sizes) <= len(parameters)
