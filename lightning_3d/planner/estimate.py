@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_3d.errors import ConfigError
@@ -91,19 +91,12 @@ def estimate(
     kernels = Kernels(device, known, fp8=layout.precision == "fp8", bits=8 * layout.element_bytes)
     links = Links(cluster, known)
     model = LayerModel(shape, layout, kernels, links)
-    layer, head, embedding = model.layer(), model.head(), model.embedding()
-    chunks = layout.chunk_layers(shape)
-    last = layout.num_chunks - 1
-    parts = [_chunk(layer, n, embedding if c == 0 else None, head if c == last else None) for c, n in enumerate(chunks)]
-
+    chunks, layer = layout.chunk_layers(shape), model.layer()
+    parts = _parts(model, layer, chunks)
     p, m = layout.pipeline_parallel, layout.micro_batches
     owners = chunk_ranks(layout.schedule_name, p, layout.virtual_stages)
-    held = [
-        sum(chunk_parameters(shape, n, c == 0, c == last, layout) for c, n in enumerate(chunks) if owners[c] == rank)
-        for rank in range(p)
-    ]
+    worst = _most_parameters(shape, layout, chunks, owners)
     replicas = Group(layout.data_parallel * layout.context_parallel, layout.tensor_parallel)
-    worst = max(held)
     sharded = _sharded_slowdown(layer, worst, shape, layout, links, replicas)
     forward = [part.forward + part.forward_tp + n * sharded.forward for part, n in zip(parts, chunks, strict=True)]
     backward = [part.backward + part.backward_tp + n * sharded.backward for part, n in zip(parts, chunks, strict=True)]
@@ -121,20 +114,15 @@ def estimate(
     tp = m * sum(part.forward_tp + part.backward_tp for part in mine)
     layer_runs = m * sum(n for n, owner in zip(chunks, owners, strict=True) if owner == busiest)
     sharded_total = layer_runs * (sharded.forward + sharded.backward)
-    dp_total, exposed = _data_parallel(
-        worst,
-        layout,
-        links,
-        replicas,
-        sum(time for time, owner in zip(forward, owners, strict=True) if owner == busiest),
-        sum(time for time, owner in zip(backward, owners, strict=True) if owner == busiest),
+    own_forward, own_backward = (
+        sum(time for time, owner in zip(times, owners, strict=True) if owner == busiest)
+        for times in (forward, backward)
     )
+    dp_total, exposed = _data_parallel(worst, layout, links, replicas, own_forward, own_backward)
     dp_total, exposed = dp_total + layer_runs * sharded.collectives, exposed + sharded_total
     optimizer = kernels.moving(worst / (replicas.size if layout.zero_stage else 1) * 32, 4)
     step = (pipeline.total + exposed - sharded_total + optimizer) * (1 + known.step_overhead)
-    tokens = layout.samples * shape.seq_len
-    rate = tokens / step / cluster.world_size
-    peak = kernels.peak
+    rate = layout.samples * shape.seq_len / step / cluster.world_size
     memory = stage_memory(shape, layout)
     fullest = max(stage.total for stage in memory) / GB
     on_device = fullest if device.generation == CPU else max(stage.on_device for stage in memory) / GB
@@ -150,8 +138,8 @@ def estimate(
         memory=memory,
         fits=on_device <= cluster.gpu_memory_gb,
         bubble_fraction=pipeline.bubble_fraction * pipeline.total / step,
-        mfu=rate * model_flops_per_token(shape) / peak,
-        hfu=rate * hardware_flops_per_token(shape, layout.activation_checkpointing) / peak,
+        mfu=rate * model_flops_per_token(shape) / kernels.peak,
+        hfu=rate * hardware_flops_per_token(shape, layout.activation_checkpointing) / kernels.peak,
         model_tflops_per_gpu=rate * model_flops_per_token(shape) / 1e12,
         compute_s=compute,
         tp_s=tp,
@@ -176,6 +164,20 @@ def _check(shape: ModelShape, cluster: Cluster, layout: Layout) -> None:
         raise ConfigError(
             f"tensor_parallel={layout.tensor_parallel} does not divide heads={shape.heads}. Use a divisor."
         )
+
+
+def _parts(model: LayerModel, layer: PartTime, chunks: Sequence[int]) -> list[PartTime]:
+    """Times of every chunk, of which the first has the embedding and the last the head."""
+    head, embedding, last = model.head(), model.embedding(), len(chunks) - 1
+    return [_chunk(layer, n, embedding if c == 0 else None, head if c == last else None) for c, n in enumerate(chunks)]
+
+
+def _most_parameters(shape: ModelShape, layout: Layout, chunks: Sequence[int], owners: Sequence[int]) -> float:
+    """Parameters that a rank of the fullest stage computes with."""
+    held = [0.0] * layout.pipeline_parallel
+    for chunk, (layers, owner) in enumerate(zip(chunks, owners, strict=True)):
+        held[owner] += chunk_parameters(shape, layers, chunk == 0, chunk == len(chunks) - 1, layout)
+    return max(held)
 
 
 def _chunk(layer: PartTime, layers: int, before: PartTime | None, after: PartTime | None) -> PartTime:
