@@ -262,8 +262,24 @@ def own_group(
     device = getattr(world, "bound_device_id", None)
     if backend is None and device is not None and world._get_backend(device).supports_splitting:
         return dist.split_group(world, [list(row) for row in rows], timeout=timeout)
-    mine = next(list(row) for row in rows if rank in row)
-    return dist.new_group(mine, backend=backend, timeout=timeout, use_local_synchronization=True)
+    if _have_as_many_groups():
+        mine = next(list(row) for row in rows if rank in row)
+        return dist.new_group(mine, backend=backend, timeout=timeout, use_local_synchronization=True)
+    made = [(row, dist.new_group(list(row), backend=backend, timeout=timeout)) for row in rows]
+    return next(group for row, group in made if rank in row)
+
+
+def _have_as_many_groups() -> bool:
+    """Whether all ranks are in as many groups, by which torch names one that its members make by themselves.
+
+    Groups of the user's own need not have all ranks in them.
+    """
+    count = len(dist.distributed_c10d._world.pg_names)
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    both = torch.tensor([count, -count], device=device)
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    most, least = both.tolist()
+    return bool(most == -least)
 
 
 def _world_timeout() -> timedelta | None:

@@ -40,6 +40,18 @@ def _meet(rank: int, world: int) -> tuple[dict[str, float | None], bool]:
     return limits | {"side": _limit(sided.control_world)}, right
 
 
+def _meet_after_the_user(rank: int, world: int) -> list[float]:
+    dist.new_group([0, 1])  # torch names a group by how many this rank is in, where its members alone make it
+    mesh = build_mesh(Sizes(pp=2, dp=1, tp=2), torch.device("cpu"), timedelta(seconds=20))
+    found = [torch.tensor([rank]) for _ in range(2)]
+    dist.all_reduce(found[0], group=own_group([[0, 3], [1, 2]], rank, timeout=timedelta(seconds=20)))
+    return [all_reduce(found[1], mesh.control_world).item(), found[0].item()]
+
+
+def test_groups_of_the_users_own_for_some_ranks_are_no_hindrance() -> None:
+    assert run_ranks(_meet_after_the_user, 4) == [[6, 3]] * 4
+
+
 def test_groups_hold_their_ranks_and_wait_as_long_as_was_asked() -> None:
     for limits, right in run_ranks(_meet, 4):
         assert right
