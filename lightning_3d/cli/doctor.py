@@ -60,7 +60,7 @@ def main(args: Sequence[str]) -> int:
         sizes = given.config.sizes(given.world, given.world)
         if left := [name for name in ("tensor_parallel", "pipeline_parallel") if getattr(given.config, name) == "auto"]:
             sys.stderr.write(
-                f"note: {' and '.join(left)} left 'auto' are taken to be 1 here. A run chooses for its devices, and"
+                f"note: left 'auto' and taken to be 1 here: {', '.join(left)}. A run chooses for its devices, and"
                 " `lightning-3d dry-run --cluster` tells what.\n"
             )
         found = examine(model.module, model.title, given.config, sizes)

@@ -219,7 +219,7 @@ def test_the_last_of_several_models_counts_and_sizes_left_open_are_told(
     path = tmp_path / "open.yaml"
     path.write_text(f"model:\n  class_path: {HERE}.Net\n")
     assert main(["doctor", "--config", str(path)]) == 0
-    assert "note: tensor_parallel and pipeline_parallel left 'auto' are taken to be 1" in capsys.readouterr().err
+    assert "note: left 'auto' and taken to be 1 here: tensor_parallel, pipeline_parallel" in capsys.readouterr().err
 
 
 def test_simulated_ranks_reduce_and_their_errors_arrive() -> None:

@@ -236,7 +236,7 @@ def test_sizes_left_to_the_planner_are_those_that_it_chooses(
     assert main(["dry-run", "--config", str(path), "--world-size", "4", *BATCH, "--json"]) == 0
     told = capsys.readouterr()
     assert json.loads(told.out)["sizes"] == {"pp": 1, "dp": 4, "tp": 1}
-    assert "tensor_parallel and pipeline_parallel left 'auto' are chosen for the devices of a run" in told.err
+    assert "left 'auto' and taken to be 1: tensor_parallel, pipeline_parallel" in told.err
 
     def chosen(module: pl.LightningModule, config: ParallelConfig, given: Circumstances) -> Choice:
         assert given.trains and given.is_known and given.cluster.world_size == 4
