@@ -201,8 +201,8 @@ def _chosen(
     if cluster is None:
         names = [name for name in ("tensor_parallel", "pipeline_parallel") if getattr(config, name) == "auto"]
         sys.stderr.write(
-            f"note: left 'auto' and taken to be 1: {', '.join(names)}. A run chooses for its devices; with --cluster that"
-            " is done here.\n"
+            f"note: left 'auto' and taken to be 1: {', '.join(names)}. A run chooses for its devices; with --cluster"
+            " so does this command.\n"
         )
         return config
     here = dataclasses.replace(cluster, num_nodes=world // per_node, gpus_per_node=per_node)
