@@ -187,6 +187,7 @@ class Engine:
 
     def _run_chunk(self, chunk: int, piece: MicroBatch, exchange: Exchange, flight: Flight) -> None:
         is_last, result = self._stage(lambda: self._step.call(piece), chunk, exchange)
+        flight.inputs = []
         if is_last != (chunk == self._last_chunk):
             self._refuse_end(chunk, is_last)
         if not is_last:

@@ -70,7 +70,7 @@ class Flight:
     """A micro-batch between its forward and its backward on one chunk."""
 
     inputs: list[Tensor] = field(default_factory=list)
-    """What arrived, in the order of the link."""
+    """What arrived, in the order of the link, while the chunk runs."""
     entries: list[Any] = field(default_factory=list)
     """Of those with a gradient: where the graph begins."""
     outputs: list[Tensor] = field(default_factory=list)
@@ -127,11 +127,13 @@ class Flight:
 
     def input_gradients(self) -> list[Tensor]:
         """After the backward: the gradients of what arrived, in its order; zeros for what had no effect."""
-        trained = [tensor for tensor in self.inputs if tensor.requires_grad]
-        return [
-            torch.zeros_like(tensor) if entry.gradient is None else entry.gradient
-            for tensor, entry in zip(trained, self.entries, strict=True)
-        ]
+        found = []
+        for entry in self.entries:
+            shape, dtype, device = entry.kind
+            found.append(
+                entry.gradient if entry.gradient is not None else torch.zeros(shape, dtype=dtype, device=device)
+            )
+        return found
 
     def hand_over(self) -> list[Tensor]:
         """The outputs, which from now on are the next chunk's; what later chunks did not ask for is forgotten."""
@@ -161,13 +163,14 @@ class _Arrival(torch.autograd.Function):
     """Gives the tensor itself, and keeps its gradient, for the sender."""
 
     gradient: Tensor | None
+    kind: tuple[torch.Size, torch.dtype, torch.device]
 
     @staticmethod
     def forward(ctx: Any, graph: Tensor, tensor: Tensor) -> Tensor:
         """Make ``tensor`` a part of a graph; ``graph`` is what needs a gradient for that."""
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(tensor)
-        ctx.gradient = None
+        ctx.gradient, ctx.kind = None, (tensor.shape, tensor.dtype, tensor.device)
         return tensor
 
     @staticmethod

@@ -7,8 +7,9 @@ import weakref
 import torch
 from torch import Tensor
 
-from lightning_3d.pipeline.links import Flight
+from lightning_3d.pipeline.links import Flight, as_input
 from lightning_3d.pipeline.transport import Fact
+from lightning_3d.provenance import Root
 
 
 def outputs(x: Tensor) -> list[Tensor]:
@@ -34,3 +35,25 @@ def test_nothing_is_awaited_of_what_has_no_gradient() -> None:
     flight = Flight(outputs=[torch.ones(2)])
     assert len(flight.hand_over()) == 1
     assert flight.edges == [] and flight.awaited == []
+
+
+def test_what_passes_on_to_later_chunks_is_not_held_in_between() -> None:
+    root = Root(chunk=0, module="stem", call=0, leaf=0)
+    flight = Flight()
+    flight.arrived([root, None], [as_input(torch.ones(2), True), as_input(torch.ones(3), True)])
+    passes = weakref.ref(flight.inputs[0])
+    flight.outputs = [flight.value_of(root, 1)]
+    flight.inputs = []
+    assert len(flight.hand_over()) == 1
+    assert passes() is None
+    torch.autograd.backward(flight.edges, [torch.full((2,), 3.0)])
+    assert [gradient.tolist() for gradient in flight.input_gradients()] == [[3.0, 3.0], [0.0, 0.0, 0.0]]
+
+
+def test_what_arrived_may_be_changed_in_place_and_has_a_gradient_under_no_grad() -> None:
+    flight = Flight()
+    with torch.no_grad():
+        flight.arrived([None], [as_input(torch.ones(2), True)])
+    flight.inputs[0].mul_(2).square().sum().backward()
+    assert flight.input_gradients()[0].tolist() == [8.0, 8.0]
+    assert not as_input(torch.ones(2), False).requires_grad
