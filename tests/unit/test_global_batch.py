@@ -23,6 +23,7 @@ def trainer(*plans: dict[int, int], accumulate: int = 1) -> Trainer:
 
 
 def test_batches_of_a_step_are_known_before_the_scheduler_has_set_them() -> None:
+    assert accumulated_batches(None) == 1
     assert accumulated_batches(trainer(accumulate=3)) == 3
     assert accumulated_batches(trainer({0: 4})) == 4
     assert accumulated_batches(trainer({0: 4, 2: 4})) == 4

@@ -74,11 +74,13 @@ def samples_per_step(trainer: pl.Trainer, mesh: Mesh) -> int:
     return size * replicas * accumulated
 
 
-def accumulated_batches(trainer: pl.Trainer) -> int | None:
-    """Batches that an optimizer step takes; ``None`` if their number changes during the run.
+def accumulated_batches(trainer: pl.Trainer | None) -> int | None:
+    """Batches that an optimizer step takes (1 without a Trainer); ``None`` if their number changes during the run.
 
     ``trainer.accumulate_grad_batches`` itself is 1 until a ``GradientAccumulationScheduler`` sees the first epoch.
     """
+    if trainer is None:
+        return 1
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     plans = [item.scheduling for item in callbacks if isinstance(item, GradientAccumulationScheduler)]
     numbers = {number for plan in plans for number in plan.values()} or {trainer.accumulate_grad_batches}

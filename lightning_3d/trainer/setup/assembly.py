@@ -30,6 +30,7 @@ from lightning_3d.placeholder import is_placeholder, refuse_lost_writes
 from lightning_3d.precision import PrecisionRule, ThreeDPrecision
 from lightning_3d.random import States, StepStreams
 from lightning_3d.sharding import Sharding, build_sharding, make_ties
+from lightning_3d.trainer.data.global_batch import accumulated_batches
 from lightning_3d.trainer.logging.metrics import bind_metrics
 from lightning_3d.trainer.module.kept import KeptParameters
 from lightning_3d.trainer.module.parameter_hooks import ParameterHooks, refuse_late_hooks
@@ -255,7 +256,7 @@ def _again(held: Assembly, config: ParallelConfig, mesh: Mesh, precision: Precis
 
 def _num_micro_batches(module: nn.Module, config: ParallelConfig, sizes: Sizes) -> int | None:
     trainer = getattr(module, "_trainer", None)
-    return expected_micro_batches(config, sizes, getattr(trainer, "accumulate_grad_batches", 1))
+    return expected_micro_batches(config, sizes, accumulated_batches(trainer) or 1)
 
 
 def describe(module: nn.Module, chunks: ChunkMap, config: ParallelConfig, sizes: Sizes) -> Layout:

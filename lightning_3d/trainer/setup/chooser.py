@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_3d.config import ParallelConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.planner.gpus import CPU
+from lightning_3d.trainer.data.global_batch import accumulated_batches
 from lightning_3d.trainer.setup.choice import Choice, Circumstances, choose
 from lightning_3d.trainer.setup.machine import UNKNOWN, cluster_here
 from lightning_3d.trainer.setup.outline import NotYetKnown, outline
@@ -84,7 +85,7 @@ def _circumstances(strategy: Any, trainer: pl.Trainer | None, data: Sequence[obj
         cluster=cluster,
         is_known=cluster.device.generation not in (CPU, UNKNOWN),
         precision=strategy.precision_plugin.precision,
-        accumulated=getattr(trainer, "accumulate_grad_batches", 1),
+        accumulated=accumulated_batches(trainer) or 1,
         trains=trainer is None or trainer.state.fn == TrainerFn.FITTING,
         seq_len=sample_length(data),
     )
