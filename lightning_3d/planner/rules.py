@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_3d.config import MICRO_BATCHES_PER_STAGE
 from lightning_3d.planner.cluster import Cluster
 from lightning_3d.planner.estimate import Estimate
 from lightning_3d.planner.explain import MEMORY_ERROR
@@ -11,8 +12,6 @@ from lightning_3d.planner.memory import chunk_parameters
 from lightning_3d.planner.pipeline import pipeline_time
 from lightning_3d.planner.shape import ModelShape
 
-MICRO_BATCHES_PER_STAGE = 4
-"""With fewer of them the bubble is worth a warning."""
 TILE = 128
 """Sides of matrices that are multiples of it fill the tiles of matrix products."""
 _EXPOSED = 0.1

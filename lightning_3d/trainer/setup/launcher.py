@@ -142,6 +142,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             os.environ.update(variables)
             try:
                 self._call_children_scripts()
+            except BaseException:  # no memory for one more, say
+                _end_together(self.procs, _poll_all)
+                raise
             finally:
                 for name in variables:
                     os.environ.pop(name)
