@@ -45,8 +45,8 @@ class Job:
     sizes: Sizes
     batch: Batch
     on_gpus: bool = False
-    """Whether the run's messages go by NCCL, which knows when one has arrived. gloo does not, so that the engine holds
-    on to as many gradients under way as there are stages."""
+    """Whether the run's messages go by NCCL, which knows when one has arrived (gloo does not, so that the engine holds
+    on to as many gradients under way as there are stages), and operations keep what CUDA keeps."""
 
     @property
     def config(self) -> ParallelConfig:
@@ -102,9 +102,8 @@ def dry_run(job: Job, stages: Sequence[int] | None = None, rank: int | None = No
     described = job.config.replace(num_micro_batches=pieces.count, micro_batch_size=None)
     layout = describe(job.module, blueprint.chunks, described, sizes)
     verdicts = compare_blocks(job.module, blueprint.plan, limit_s)
-    [found] = in_forks(
-        [lambda: survey(job.trainer, job.module, config, sizes, job.batch, blueprint, verdicts.check())], 1, limit_s
-    )
+    surveying = partial(survey, job.trainer, job.module, config, sizes, job.batch, blueprint)
+    [found] = in_forks([lambda: surveying(verdicts.check(), job.on_gpus)], 1, limit_s)
     place = {stage: stage * sizes.dp * sizes.tp for stage in range(sizes.pp)}
     if rank is not None:
         place[wanted[0]] = rank

@@ -27,6 +27,10 @@ from lightning_3d.placeholder import Placeholder
 _LEAST = 16
 """Elements from which a new tensor has no memory. Smaller ones are made: counters, seeds, flags that the host reads."""
 
+_MOST = 2**20
+"""Elements up to which positions have values, and what is computed from them. Models decide by them on the host:
+transformers looks whether they count up by ones, and leaves the causal mask to the attention kernel if they do."""
+
 ASKS_DEVICE = torch.ops.prim.device.default
 """How torch asks a tensor without memory where it is."""
 
@@ -37,7 +41,8 @@ _MODELS = f"{_OURS}{os.sep}models"
 class Memoryless(TorchDispatchMode):
     """Within, new tensors have no memory, and everything computed from such tensors has none either.
 
-    Small tensors, and what is computed from real tensors alone, are real, so that what the host decides by is there.
+    Small tensors, positions, and what is computed from real tensors alone, are real, so that what the host decides by
+    is there.
     Collectives on tensors without memory are only announced. A value that is read from such a tensor is taken to be
     zero; :attr:`reads` counts where.
     """
@@ -69,9 +74,9 @@ class Memoryless(TorchDispatchMode):
         is_fake = any(isinstance(leaf, FakeTensor) for leaf in tensors)
         if func.namespace == "c10d":
             return _announced(func, args, kwargs) if is_fake else func(*args, **kwargs)
-        if not is_fake:
-            return self._made(func, args, kwargs) if not tensors else func(*args, **kwargs)
-        return self._computed(func, args, kwargs)
+        if is_fake:
+            return self._computed(func, args, kwargs)
+        return self._grown(func, args, kwargs) if tensors else self._made(func, args, kwargs)
 
     def _made(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The answer of an operation that reads no tensor."""
@@ -79,8 +84,20 @@ class Memoryless(TorchDispatchMode):
             return func(*args, **kwargs)
         with self.fake:
             outline = func(*args, **kwargs)
-        is_large = isinstance(outline, Tensor) and outline.numel() >= _LEAST
+        most = _MOST if func.overloadpacket is torch.ops.aten.arange else _LEAST - 1
+        is_large = isinstance(outline, Tensor) and outline.numel() > most
         return outline if is_large else func(*args, **kwargs)
+
+    def _grown(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The answer of an operation on tensors with values: without them if it is large, as masks of s x s are."""
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        most = max(tensor.numel() for tensor in tensors)
+        if most >= _LEAST and not func.is_view and not func._schema.is_mutable:
+            with self.fake:
+                outline = func(*args, **kwargs)
+            if isinstance(outline, Tensor) and outline.numel() > max(most, _MOST):
+                return outline
+        return func(*args, **kwargs)
 
     def _computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         try:

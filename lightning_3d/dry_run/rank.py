@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from typing_extensions import override
 
 from lightning_3d.config import ParallelConfig
 from lightning_3d.dry_run.extension import actions_ahead
+from lightning_3d.dry_run.gpu_operations import GpuOperations
 from lightning_3d.dry_run.memoryless import Memoryless
 from lightning_3d.dry_run.recorder import Recorder
 from lightning_3d.dry_run.unchecked import unchecked
@@ -65,7 +67,8 @@ class Rank:
         mesh: The rank's place, in a world that is not there.
         blueprint: How the module is cut, if that is known.
         check: What says whether a cut block keeps its numbers.
-        on_gpus: Whether messages are known to have arrived, as NCCL knows it; gloo does not.
+        on_gpus: Whether messages are known to have arrived, as NCCL knows it (gloo does not), and operations keep what
+            they keep on GPUs.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Rank:
         assert isinstance(strategy, ThreeDStrategy)
         self.trainer, self.module, self.config, self.mesh = trainer, module, config, mesh
         self.memoryless = Memoryless()
+        self._on_gpus = on_gpus
         _begin_training(trainer, module)
         strategy.config = config
         strategy._mesh = mesh
@@ -91,7 +95,7 @@ class Rank:
         precision.on_batch = ledger.take
         with parameters_from(lambda ref: self.memoryless.tensor(ref.shape, ref.stride, ref.dtype)):
             self.assembly: Assembly = assemble(module, config, mesh, precision, check, blueprint)
-        if on_gpus:
+        if self._on_gpus:
             self.assembly.engine._transport = _Arriving(mesh)
         strategy._assembly, strategy.model = self.assembly, module
         precision.owned = self.assembly.sharding.owned
@@ -100,10 +104,15 @@ class Rank:
         strategy._sanity = SanityChecks(module, self.assembly.sharding, mesh, every=0)
         self._strategy, self._precision = strategy, precision
 
+    @contextmanager
+    def _without_memory(self) -> Iterator[None]:
+        with self.memoryless, GpuOperations() if self._on_gpus else nullcontext():
+            yield
+
     def forward(self, batch: Any) -> Mapping[int, Link]:
         """Run the forward of one micro-batch through all chunks of this rank; gives what passes the cuts."""
         self.module._current_fx_name = "training_step"
-        with self.memoryless:
+        with self._without_memory():
             batch = self._precision.convert_input(batch)
             self.runner._begin(self.runner._ledger.current, 1)
             call = self.runner._caller("training", self.module.training_step, (batch, 0), [1.0])
@@ -128,7 +137,7 @@ class Rank:
 
     def step(self, batch: Any) -> None:
         """One batch as Lightning runs it: the step, backward, clipping and the optimizers."""
-        with self.memoryless, self.recorder.recording(batch):
+        with self._without_memory(), self.recorder.recording(batch):
             batch = self._precision.convert_input(batch)
             self.recorder.batch(batch)
             kwargs = OrderedDict(batch=batch, batch_idx=0)

@@ -36,6 +36,7 @@ def survey(
     batch: Batch,
     blueprint: Blueprint,
     check: BlockCheck,
+    on_gpus: bool = False,
 ) -> Survey:
     """Run one micro-batch forward through all chunks, on a rank that owns them all.
 
@@ -53,7 +54,7 @@ def survey(
         virtual_stages=chunks.num_chunks,
     )
     with standing_in(Sizes(pp=1, dp=sizes.dp, tp=sizes.tp), 0) as mesh:
-        rank = Rank(trainer, module, alone, mesh, blueprint, check)
+        rank = Rank(trainer, module, alone, mesh, blueprint, check, on_gpus)
         links = rank.forward(batch.of(config.micro_batch_size or 1, rank.memoryless))
     told = [
         (kind, tuple(_passes(links, chunk) for chunk in range(stage, chunks.num_chunks, sizes.pp)))

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_3d import ThreeDStrategy, tensor_parallel
 from lightning_3d.cli import main
 from lightning_3d.config import ParallelConfig, Sizes
 from lightning_3d.dry_run import Batch, Job, Record, dry_run, job
 from lightning_3d.dry_run.allocations import Allocations, Moment
+from lightning_3d.dry_run.gpu_operations import GpuOperations
 from lightning_3d.dry_run.memoryless import Memoryless
 from lightning_3d.dry_run.traffic import Message
 from lightning_3d.dry_run.verdicts import compare_blocks
@@ -72,6 +77,48 @@ def test_large_tensors_have_no_memory_and_small_ones_have_values() -> None:
 def test_a_shape_that_depends_on_values_is_refused_with_its_line() -> None:
     with Memoryless(), pytest.raises(ConfigError, match=r"test_dry_run.py:\d+ makes a tensor whose shape depends"):
         torch.ones(100).nonzero()
+
+
+def test_positions_have_values_and_masks_made_of_them_none() -> None:
+    """Transformers looks whether positions count up by ones, and leaves the causal mask to the kernel if they do."""
+    with Memoryless():
+        positions = torch.arange(2048)[None]
+        assert not isinstance(positions, FakeTensor) and bool((positions.diff() == 1).all())
+        assert isinstance(positions[0, :, None] >= positions, FakeTensor)  # 4M elements
+        assert isinstance(torch.arange(2**21), FakeTensor)
+
+
+def kept(run: Callable[[Tensor], Tensor], x: Tensor) -> list[tuple[torch.dtype, int]]:
+    """Types and bytes of storages that the backward of ``run`` holds, without its input's."""
+    found: dict[int, Tensor] = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.setdefault(id(t.untyped_storage()), t), lambda t: t):
+        result = run(x)
+    del result
+    return sorted(
+        (
+            (t.dtype, t.untyped_storage().nbytes())
+            for t in found.values()
+            if t.untyped_storage() is not x.untyped_storage()
+        ),
+        key=str,
+    )
+
+
+def test_on_gpus_norms_keep_float32_dropout_keeps_masks_and_attention_no_scores() -> None:
+    x = torch.randn(2, 4, 32, 8, dtype=torch.bfloat16, requires_grad=True)
+    runs: dict[str, Callable[[Tensor], Tensor]] = {
+        "norm": lambda x: F.layer_norm(x, (8,)),
+        "dropout": lambda x: F.dropout(x, 0.5),
+        "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5, is_causal=True),
+    }
+    found = {}
+    for on_gpus in (False, True):
+        with GpuOperations() if on_gpus else nullcontext(), torch.autocast("cpu", torch.bfloat16):
+            found[on_gpus] = {name: sum(size for _, size in kept(run, x)) for name, run in runs.items()}
+    elements, rows = x.numel(), x.numel() // 8
+    assert found[True]["norm"] == 4 * elements + 2 * 4 * rows
+    assert found[True]["dropout"] == elements and found[False]["dropout"] == 2 * elements
+    assert found[True]["attention"] == 2 * elements + 4 * rows < found[False]["attention"]
 
 
 def test_allocations_follow_what_is_freed_and_resized() -> None:
@@ -152,13 +199,15 @@ def test_messages_and_arithmetic_are_those_of_the_formulas(
     assert found["comparison"]["fits"] is True and len(found["comparison"]["estimated"]) == 2
 
 
-def records(pp: int, options: dict[str, Any], stages: list[int], on_gpus: bool = False) -> list[Record]:
+def records(
+    pp: int, options: dict[str, Any], stages: list[int], on_gpus: bool = False, precision: Any = "bf16-mixed"
+) -> list[Record]:
     """Steps of ten micro-batches on ``pp`` stages and two replicas."""
     with deferring(1, draws=False):
         module = GPT(num_layers=4, width=32, num_heads=2, sequence_length=16, vocab_size=64)
     strategy = ThreeDStrategy(pipeline_parallel=pp, data_parallel=2, micro_batch_size=1, **options)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=2 * pp, strategy=strategy, precision="bf16-mixed", max_steps=2, logger=False,
+        accelerator="cpu", devices=2 * pp, strategy=strategy, precision=precision, max_steps=2, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     batch = Batch(torch.zeros(1, 17, dtype=torch.long), 10)
@@ -197,7 +246,7 @@ def test_short_steps_tell_whole_ones_to_the_byte(
 
 def test_nccl_knows_when_a_message_has_arrived_and_gloo_does_not() -> None:
     """Hidden states of 16 tokens in 16 bits; of the gradients that gloo sends one for each stage is held."""
-    [by_gloo], [by_nccl] = (records(4, RECOMPUTED, [3], on_gpus) for on_gpus in (False, True))
+    [by_gloo], [by_nccl] = (records(4, RECOMPUTED, [3], on_gpus, "bf16-true") for on_gpus in (False, True))
     assert by_gloo.pipeline.total - by_nccl.pipeline.total == 4 * 16 * 32 * 2
     assert by_gloo.work == by_nccl.work
 
