@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_3d.config import ParallelConfig
 from lightning_3d.dry_run.extension import actions_ahead
-from lightning_3d.dry_run.gpu_operations import GpuOperations
+from lightning_3d.dry_run.gpu_operations import as_on_gpus
 from lightning_3d.dry_run.memoryless import Memoryless
 from lightning_3d.dry_run.recorder import Recorder
 from lightning_3d.dry_run.unchecked import unchecked
@@ -106,7 +106,7 @@ class Rank:
 
     @contextmanager
     def _without_memory(self) -> Iterator[None]:
-        with self.memoryless, GpuOperations() if self._on_gpus else nullcontext():
+        with self.memoryless, as_on_gpus() if self._on_gpus else nullcontext():
             yield
 
     def forward(self, batch: Any) -> Mapping[int, Link]:
