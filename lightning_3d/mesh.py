@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -262,24 +263,31 @@ def own_group(
     device = getattr(world, "bound_device_id", None)
     if backend is None and device is not None and world._get_backend(device).supports_splitting:
         return dist.split_group(world, [list(row) for row in rows], timeout=timeout)
-    if _have_as_many_groups():
+    if _names_are_fresh(world):
         mine = next(list(row) for row in rows if rank in row)
         return dist.new_group(mine, backend=backend, timeout=timeout, use_local_synchronization=True)
     made = [(row, dist.new_group(list(row), backend=backend, timeout=timeout)) for row in rows]
     return next(group for row, group in made if rank in row)
 
 
-def _have_as_many_groups() -> bool:
-    """Whether all ranks are in as many groups, by which torch names one that its members make by themselves.
+_named_at: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+"""By default process group: in how many groups this rank was at most when a group was made by its members alone."""
 
-    Groups of the user's own need not have all ranks in them.
+
+def _names_are_fresh(world: ProcessGroup) -> bool:
+    """Whether the members of a group can make it by themselves: torch names it by in how many groups a rank is.
+
+    All ranks must be in as many, and some may be in groups of the user's own. And none may have been in as many before:
+    if groups were destroyed since, the name would lead to what these have left in the store, and a wait without end.
     """
     count = len(dist.distributed_c10d._world.pg_names)
+    is_new = count > _named_at.get(world, 0)
+    _named_at[world] = max(count, _named_at.get(world, 0))
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    both = torch.tensor([count, -count], device=device)
-    dist.all_reduce(both, dist.ReduceOp.MAX)
-    most, least = both.tolist()
-    return bool(most == -least)
+    seen = torch.tensor([count, -count, int(not is_new)], device=device)
+    dist.all_reduce(seen, dist.ReduceOp.MAX)
+    most, least, is_old = seen.tolist()
+    return bool(most == -least and not is_old)
 
 
 def _world_timeout() -> timedelta | None:

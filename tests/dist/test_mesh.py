@@ -48,6 +48,23 @@ def _meet_after_the_user(rank: int, world: int) -> list[float]:
     return [all_reduce(found[1], mesh.control_world).item(), found[0].item()]
 
 
+def _meet_again_and_again(rank: int, world: int) -> list[float]:
+    found = []
+    for _ in range(3):
+        mesh = build_mesh(Sizes(pp=2, dp=1, tp=2), torch.device("cpu"), timedelta(seconds=20))
+        group = own_group([[0, 3], [1, 2]], rank, timeout=timedelta(seconds=20))
+        found.append(all_reduce(torch.tensor([rank]), mesh.control_world).item())
+        dist.all_reduce(here := torch.tensor([rank]), group=group)
+        found.append(here.item())
+        for made in [made for made in dist.distributed_c10d._world.pg_map if made is not dist.group.WORLD]:
+            dist.destroy_process_group(made)
+    return found
+
+
+def test_groups_are_made_anew_where_others_were_destroyed() -> None:
+    assert run_ranks(_meet_again_and_again, 4) == [[6, 3] * 3] * 4
+
+
 def test_groups_of_the_users_own_for_some_ranks_are_no_hindrance() -> None:
     assert run_ranks(_meet_after_the_user, 4) == [[6, 3]] * 4
 
