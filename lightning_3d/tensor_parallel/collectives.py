@@ -171,7 +171,8 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> Tensor:
         ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
-        return _own_piece(x, axis, dim, sizes).contiguous()
+        # A copy in any case: a piece of a batch of one sample is contiguous, and would keep the whole tensor in memory.
+        return _own_piece(x, axis, dim, sizes).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     @once_differentiable

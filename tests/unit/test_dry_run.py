@@ -30,6 +30,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.initialization import deferring
 from lightning_3d.models import GPT
 from lightning_3d.sharding import ZERO_RULES
+from lightning_3d.tensor_parallel.collectives import scatter_to_sequence
 from lightning_3d.trainer.setup.choice import Choice, Circumstances
 
 
@@ -61,6 +62,12 @@ def test_a_rank_of_eight_thousand_is_stood_in_for_at_once() -> None:
         assert mesh.device_mesh is not None and mesh.device_mesh["dp"].size() == 16
         assert mesh.control_world.group is None
         assert set(group_names(mesh).values()) == {"pp", "dp", "tp", "model", "world"}
+
+
+def test_a_piece_of_a_sequence_does_not_keep_the_whole_in_memory() -> None:
+    with standing_in(Sizes(pp=1, dp=1, tp=2), 0) as mesh:
+        piece = scatter_to_sequence(torch.zeros(1, 8, 4, requires_grad=True), mesh.tp, 1)
+    assert piece.shape == (1, 4, 4) and piece.untyped_storage().nbytes() == 4 * 4 * 4
 
 
 def test_large_tensors_have_no_memory_and_small_ones_have_values() -> None:
