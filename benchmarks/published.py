@@ -16,8 +16,8 @@ from typing import Any
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.planner import Cluster, Layout, ModelShape, gpu, preset
+from lightning_3d.planner.activations import layer_activations
 from lightning_3d.planner.flops import hardware_flops_per_token, model_flops_per_token
-from lightning_3d.planner.memory import layer_activations
 
 CSV = Path(__file__).parent / "published_runs.csv"
 _ONE_NVLINK = 25.0

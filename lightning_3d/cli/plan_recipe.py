@@ -159,6 +159,8 @@ def hugging_face_config(shape: ModelShape) -> dict[str, Any]:
             "n_head": shape.heads,
             "n_inner": shape.ffn_width,
             "n_positions": shape.seq_len,
+            # The same function as gelu_new, in one kernel that keeps 4 instead of 16 bytes of every inner activation.
+            "activation_function": "gelu_pytorch_tanh" if shape.activation == "gelu" else shape.activation,
         }
     elif shape.embedding_norm:
         config = {"model_type": "bloom", "n_layer": shape.layers, "hidden_size": shape.hidden, "n_head": shape.heads}

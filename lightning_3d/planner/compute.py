@@ -85,8 +85,9 @@ class LayerModel:
         """Forward and backward of the attention core."""
         shape, layout = self.shape, self.layout
         t, c = layout.tensor_parallel, layout.context_parallel
-        work = attention_flops(shape, shape.causal and layout.flash_attention) * self.tokens / t
-        if layout.flash_attention:
+        fused = layout.fuses_attention(shape)
+        work = attention_flops(shape, shape.causal and fused) * self.tokens / t
+        if fused:
             forward = self.kernels.attention(work, layout.native_attention)
             return forward, 2.5 * forward  # the backward makes the scores anew
         heads, s = shape.heads / t * layout.micro_batch_size, shape.seq_len
@@ -111,7 +112,7 @@ class LayerModel:
         value = layout.activation_checkpointing
         again = 1.0 if value == "full" else 1.0 / value if isinstance(value, int) else 0.0
         backward += again * forward
-        if value == "selective" and not layout.flash_attention:
+        if value == "selective" and not layout.fuses_attention(self.shape):
             backward += core
         elif value == "operators":
             backward += (forward - core - moved) / 2 + moved

@@ -195,6 +195,10 @@ class Layout:
         """Whether elementwise work is fused."""
         return self.precision == "fp8" if self.fused_elementwise is None else self.fused_elementwise
 
+    def fuses_attention(self, shape: ModelShape) -> bool:
+        """Whether attention is one kernel; where nothing is fused, modules may compute its scores themselves."""
+        return self.flash_attention and (self.fuses_elementwise or not shape.scores)
+
     @property
     def communicates_each_micro_batch(self) -> bool:
         """Whether the replicas gather parameters or reduce gradients in every micro-batch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from lightning_3d.planner.activations import DROPOUT, NORMS, eager_activations, layer_activations, residual
 from lightning_3d.planner.layout import Layout
 from lightning_3d.planner.pipeline import chunk_ranks, in_flight_chunks
 from lightning_3d.planner.shape import ModelShape
@@ -89,52 +90,6 @@ def state_bytes(precision: str, zero_stage: int, reduce_bytes: int) -> StateByte
         optimizer=0 if zero_stage else states,
         optimizer_shared=states if zero_stage else 0,
     )
-
-
-def layer_activations(
-    shape: ModelShape,
-    micro_batch: int,
-    tensor_parallel: int = 1,
-    sequence_parallel: bool = False,
-    activation_checkpointing: str | None = None,
-    flash_attention: bool = False,
-    context_parallel: int = 1,
-) -> float:
-    """Bytes that one layer keeps of a micro-batch in 16 bits: table 2 of Korthikanti et al. (2022), made general.
-
-    ``sbh (34 + 5as/h)`` for a GPT with dropout and nothing cut. Without dropout its masks (1 byte an element) are not
-    there; fewer heads of keys and values, a gated MLP and experts change their terms; context parallelism divides s.
-    """
-    tokens = shape.seq_len / context_parallel * micro_batch
-    t = tensor_parallel
-    t_outside = t if sequence_parallel else 1
-    mask = 1 if shape.has_dropout else 0
-    if activation_checkpointing == "full":
-        return 2 * tokens * shape.hidden / t_outside
-    if activation_checkpointing == "operators":
-        # Of the products of a layer every second is kept, and what attention gives back; the rest is made again.
-        products = shape.query_width + shape.kv_width * 2 + (2 if shape.gated_mlp else 1) * shape.ffn_width
-        return tokens * (4 * shape.hidden / t_outside + (products + 2 * shape.query_width) / t)
-    # Kept whole by every tensor-parallel rank, unless the sequence is cut: inputs of norms, attention and MLP, masks.
-    outside = (8 + 2 * mask) * tokens * shape.hidden
-    # Cut over the ranks: queries, keys and values, attention's output, inner activations of the MLP.
-    attention = tokens * (4 * shape.query_width + 4 * shape.kv_width)
-    width, passed = shape.ffn_width, 1
-    if shape.experts:
-        width, passed = shape.expert_width, shape.experts_per_token + shape.shared_experts
-    mlp = tokens * width * passed * (6 if shape.gated_mlp else 4)
-    if shape.experts:
-        mlp += tokens * shape.hidden * 2 * passed  # every token stands once for each of its experts
-    scores = 0.0
-    if activation_checkpointing != "selective" and not flash_attention:
-        scores = (
-            (5 if shape.has_dropout else 2)
-            * shape.heads
-            * micro_batch
-            * (shape.seq_len / context_parallel)
-            * shape.seq_len
-        )
-    return outside / t_outside + (attention + mlp + scores) / t
 
 
 def expert_parameters(shape: ModelShape, layers: int, layout: Layout) -> float:
@@ -242,12 +197,24 @@ class _Stage:
         live = 1.0
         if p > 1:
             live = in_flight_chunks(layout.schedule_name, self.rank, p, v, layout.micro_batches) / v
-        activations = live * self.layers * kept
+        return live * self.layers * kept + self._activations_at_the_ends(live)
+
+    def _activations_at_the_ends(self, live: float) -> float:
+        """Of what stands before the first layer, of ``live`` micro-batches, and behind the last."""
+        layout, shape, ends = self.layout, self.shape, 0.0
+        if layout.fuses_elementwise:
+            if self.is_first:
+                ends += live * 2 * self.hidden_states * shape.has_dropout
+            if self.is_last:
+                ends += 2 * layout.element_bytes * self.hidden_states  # of the last norm and the head
+            return ends
         if self.is_first:
-            activations += live * 2 * self.hidden_states * self.shape.has_dropout
-        if self.is_last:
-            activations += 2 * layout.element_bytes * self.hidden_states  # of the last norm and the head
-        return activations
+            input_of_norm = residual(shape).num_bytes(layout) if shape.embedding_norm else 0
+            mask = DROPOUT.num_bytes(layout) if shape.has_dropout else 0
+            ends += live * (input_of_norm + mask) * self.tokens * shape.hidden
+        if self.is_last:  # the sequence is whole again
+            ends += sum(kept.num_bytes(layout) for kept in NORMS[shape.norm_kind]) * self.tokens * shape.hidden
+        return ends
 
     def _logits(self) -> float:
         cut = self.layout.tensor_parallel if self.layout.loss_parallel else 1
@@ -283,8 +250,7 @@ def stage_memory(shape: ModelShape, layout: Layout) -> tuple[StageMemory, ...]:
     # A pipeline that reduces once a step keeps whole gradients and parameters meanwhile.
     zero_stage = layout.zero_stage if layout.communicates_each_micro_batch else min(layout.zero_stage, 1)
     states = state_bytes(layout.precision, zero_stage if replicas > 1 else 0, layout.reduce_bytes)
-    element = layout.element_bytes / 2  # formulas are in 16 bits
-    kept, whole = element * _kept_per_layer(shape, layout), element * _of_layer(shape, layout, None)
+    kept, whole = _kept_per_layer(shape, layout), _of_layer(shape, layout, None)
     result = []
     for rank in range(layout.pipeline_parallel):
         chunks = tuple(chunk for chunk, owner in enumerate(owners) if owner == rank)
@@ -295,10 +261,13 @@ def stage_memory(shape: ModelShape, layout: Layout) -> tuple[StageMemory, ...]:
 
 
 def _of_layer(shape: ModelShape, layout: Layout, checkpointing: str | None) -> float:
-    return layer_activations(
+    if not layout.fuses_elementwise and checkpointing in (None, "full"):
+        return eager_activations(shape, layout, recomputed=checkpointing == "full")
+    in_16_bits = layer_activations(
         shape, layout.micro_batch_size, layout.tensor_parallel, layout.sequence_parallel, checkpointing,
         layout.flash_attention, layout.context_parallel,
     )  # fmt: skip
+    return layout.element_bytes / 2 * in_16_bits
 
 
 def _kept_per_layer(shape: ModelShape, layout: Layout) -> float:

@@ -37,7 +37,7 @@ PRESETS: Mapping[str, ModelShape] = MappingProxyType(
         "gpt-530b": _gpt(105, 20480, 128),
         "gpt-1t": _gpt(128, 25600, 160),
         "mt-nlg-530b": _gpt(105, 20480, 128, vocab=50304),
-        "bloom-176b": _gpt(70, 14336, 112, vocab=250880, learned_positions=False, embedding_norm=True),
+        "bloom-176b": _gpt(70, 14336, 112, vocab=250880, learned_positions=False, embedding_norm=True, scores=True),
         "gpt-neox-20b": _gpt(44, 6144, 64, vocab=50432, tied_embeddings=False, learned_positions=False),
         "opt-175b": _gpt(96, 12288, 96, vocab=50272),
         "llama-7b": _llama(32, 4096, 32, 32, 11008, 32000, 2048),

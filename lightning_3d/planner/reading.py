@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.pipeline.block_lists import find_block_lists
-from lightning_3d.planner.shape import ModelShape
+from lightning_3d.planner.shape import ACTIVATIONS, ModelShape
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -37,6 +37,10 @@ _PLAIN_MLP = (_LEARNED_POSITIONS | _SEES_ALL | {"gpt_neox", "gptj", "bloom", "fa
 }
 _PLAIN_MLP |= {"phi", "starcoder2", "persimmon"}
 """Types without a gate in the MLP."""
+_PACKED = frozenset(("gpt2", "gpt_neox", "bloom", "falcon", "mpt", "codegen", "gpt_bigcode", "phi3", "persimmon"))
+"""Types with one projection for queries, keys and values."""
+_SCORES = frozenset(("bloom", "mpt", "codegen"))
+"""Types whose attention is its scores, whatever is asked for."""
 _HEADS = ("num_heads", "n_head", "n_heads", "nhead", "num_attention_heads", "heads")
 
 
@@ -82,7 +86,16 @@ def shape_of_config(config: Mapping[str, Any], seq_len: int | None = None) -> Mo
         causal=kind not in _SEES_ALL,
         dropout=any(dropouts) if dropouts else None,
         norm="rmsnorm" if "rms_norm_eps" in config else None,
+        activation=_activation(config),
+        packed_attention=kind in _PACKED,
+        scores=kind in _SCORES or "eager" in (config.get("_attn_implementation"), config.get("attn_implementation")),
     )
+
+
+def _activation(config: Mapping[str, Any]) -> str:
+    names = (config.get(name) for name in ("hidden_act", "activation_function", "hidden_activation"))
+    name = next((name for name in names if isinstance(name, str)), "gelu")
+    return name if name in ACTIVATIONS else "gelu"
 
 
 def shape_of_module(module: nn.Module, seq_len: int | None = None) -> ModelShape:
@@ -98,7 +111,8 @@ def shape_of_module(module: nn.Module, seq_len: int | None = None) -> ModelShape
     for part in module.modules():
         config: Any = getattr(part, "config", None)
         if hasattr(config, "to_dict") and hasattr(config, "model_type"):
-            return shape_of_config(config.to_dict(), seq_len)
+            asked = getattr(config, "_attn_implementation", None)  # to_dict leaves it out
+            return shape_of_config({**config.to_dict(), "_attn_implementation": asked}, seq_len)
     return _shape_of_blocks(module, seq_len)
 
 
@@ -157,6 +171,7 @@ def _shape_of_blocks(module: nn.Module, seq_len: int | None) -> ModelShape:
         tied_embeddings=not heads_out or any(id(part.weight) in weights for part in heads_out),
         learned_positions=any(part.num_embeddings == seq_len != vocab for part in embeddings),
         dropout=any(isinstance(part, nn.Dropout) and part.p > 0 for part in block.modules()),
+        packed_attention=bool(packed) and packed != ffn,
     )
 
 

@@ -9,6 +9,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.planner import checks
 
 NORMS = ("layernorm", "rmsnorm")
+ACTIVATIONS = ("gelu", "relu", "gelu_new")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,13 @@ class ModelShape:
     """Whether a token sees only those before it; fused attention kernels then skip half of the work."""
     dropout: bool | None = None
     """Whether layers drop out activations in training, and keep masks of a byte an element; ``None``: a GPT does."""
+    activation: str = "gelu"
+    """Of an MLP without a gate, as its module computes it: ``"gelu"`` (or another of one kernel), ``"relu"``, or
+    ``"gelu_new"``, written out in seven operations."""
+    packed_attention: bool | None = None
+    """Whether one projection gives queries, keys and values; ``None``: a GPT does."""
+    scores: bool = False
+    """Whether the module's attention computes its scores instead of calling a fused kernel (BLOOM of transformers)."""
     experts: int = 0
     """Experts of a mixture-of-experts layer; 0: a dense MLP."""
     experts_per_token: int = 2
@@ -70,6 +78,7 @@ class ModelShape:
                 checks.positive(name, getattr(self, name), also=" or None")
         if self.norm is not None:
             checks.one_of("norm", self.norm, NORMS)
+        checks.one_of("activation", self.activation, ACTIVATIONS)
         if self.head_dim is None and self.hidden % self.heads:
             raise ConfigError(
                 f"hidden={self.hidden} is not a multiple of heads={self.heads}, so the width of a head is not known."
@@ -127,14 +136,28 @@ class ModelShape:
     @property
     def norm_size(self) -> int:
         """Parameters of one norm."""
-        norm = self.norm or ("rmsnorm" if self.gated_mlp else "layernorm")
-        return self.hidden * (2 if norm == "layernorm" else 1)
+        return self.hidden * (2 if self.norm_kind == "layernorm" else 1)
+
+    @property
+    def norm_kind(self) -> str:
+        """``"layernorm"`` or ``"rmsnorm"``."""
+        return self.norm or ("rmsnorm" if self.gated_mlp else "layernorm")
+
+    @property
+    def has_position_table(self) -> bool:
+        """Whether positions are a learned table."""
+        return not self.gated_mlp if self.learned_positions is None else self.learned_positions
 
     @property
     def position_parameters(self) -> int:
         """Parameters of the table of positions."""
-        learned = not self.gated_mlp if self.learned_positions is None else self.learned_positions
-        return self.seq_len * self.hidden if learned else 0
+        return self.seq_len * self.hidden if self.has_position_table else 0
+
+    @property
+    def turns_packed(self) -> bool:
+        """Whether queries and keys of one projection are turned by rotary positions; alibi (BLOOM) turns nothing."""
+        packed = not self.gated_mlp if self.packed_attention is None else self.packed_attention
+        return packed and not self.has_position_table and not self.embedding_norm
 
     @property
     def has_dropout(self) -> bool:

@@ -11,8 +11,9 @@ import dataclasses
 import pytest
 
 from lightning_3d.planner import PRESETS, Cluster, Layout, estimate
+from lightning_3d.planner.activations import layer_activations
 from lightning_3d.planner.flops import hardware_flops_per_token, model_flops_per_token, training_days
-from lightning_3d.planner.memory import layer_activations, state_bytes
+from lightning_3d.planner.memory import state_bytes
 from lightning_3d.planner.pipeline import in_flight_chunks, pipeline_time
 from lightning_3d.schedules import build, simulate
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_3d.planner import Layout, ModelShape, preset
-from lightning_3d.planner.memory import layer_activations, stage_memory, state_bytes
+from lightning_3d.planner.activations import layer_activations
+from lightning_3d.planner.memory import stage_memory, state_bytes
 from lightning_3d.planner.pipeline import in_flight_chunks
 
 GIB = 2**30
@@ -106,9 +107,26 @@ CI = ModelShape(
 @pytest.mark.parametrize(
     ("layout", "measured"),
     [
-        (Layout(tensor_parallel=4, data_parallel=2, micro_batch_size=2, global_batch_size=8, fused_loss=True), 58.19),
         (
-            Layout(pipeline_parallel=4, virtual_stages=8, data_parallel=2, global_batch_size=8, fused_loss=True),
+            Layout(
+                tensor_parallel=4,
+                data_parallel=2,
+                micro_batch_size=2,
+                global_batch_size=8,
+                fused_loss=True,
+                fused_elementwise=True,
+            ),
+            58.19,
+        ),
+        (
+            Layout(
+                pipeline_parallel=4,
+                virtual_stages=8,
+                data_parallel=2,
+                global_batch_size=8,
+                fused_loss=True,
+                fused_elementwise=True,
+            ),
             60.72,
         ),
     ],
