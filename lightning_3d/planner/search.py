@@ -210,7 +210,10 @@ def first(candidates: Sequence[Candidate], usable_gb: float) -> Candidate:
         limit = (1 + TIME_ERROR) * order[0].estimate.step_time_s
         roomy = [one for one in order if not is_tight(one.estimate, usable_gb)]
         order = [one for one in roomy if one.estimate.step_time_s <= limit] or order
-    same = [one for one in order if one.estimate.step_time_s <= (1 + SAME) * order[0].estimate.step_time_s]
+    limit, tight = (1 + SAME) * order[0].estimate.step_time_s, is_tight(order[0].estimate, usable_gb)
+    same = [
+        one for one in order if one.estimate.step_time_s <= limit and (tight or not is_tight(one.estimate, usable_gb))
+    ]
     return min(same, key=lambda one: (one.layout.virtual_stages, one.estimate.device_memory_gb))
 
 

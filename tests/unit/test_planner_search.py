@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import math
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,7 +24,7 @@ from lightning_3d.planner.legality import (
 from lightning_3d.planner.memory import stage_memory
 from lightning_3d.planner.pipeline import pipeline_time
 from lightning_3d.planner.rules import warnings
-from lightning_3d.planner.search import RESERVE
+from lightning_3d.planner.search import RESERVE, first
 from lightning_3d.planner.split import balanced_split
 from lightning_3d.schedules import ENGINE_SCHEDULES, build, simulate
 
@@ -298,3 +300,13 @@ def test_long_steps_are_extrapolated_without_loss(p: int, v: int, rounds: int) -
     found = pipeline_time(name, p, v, p * rounds, forward, backward, [0.0] * (p * v))
     assert found.total == pytest.approx(simulate(build(name, p, v, p * rounds), forward, backward).total, rel=3e-3)
     assert found.total >= max(found.busy)
+
+
+def test_of_equals_with_fewer_chunks_none_is_taken_that_leaves_less_memory_than_the_error() -> None:
+    def candidate(chunks: int, seconds: float, memory: float) -> Any:
+        estimate = SimpleNamespace(step_time_s=seconds, device_memory_gb=memory)
+        return SimpleNamespace(layout=SimpleNamespace(virtual_stages=chunks), estimate=estimate)
+
+    roomy, tight = candidate(8, 1.0, 74.0), candidate(4, 1.001, 77.0)
+    assert first([roomy, tight], 77.6) is roomy
+    assert first([roomy, candidate(4, 1.001, 70.0)], 77.6).layout.virtual_stages == 4
