@@ -35,7 +35,9 @@ class Saving:
     training: bool = False
     """Whether steps follow, at which the end of a save in the background is noticed."""
     resumed: Path | None = None
-    """The checkpoint that this run goes on from."""
+    """The checkpoint that this run goes on from,"""
+    known_callbacks: frozenset[str] = frozenset()
+    """and the keys of the callbacks whose state is in it."""
     _doomed: list[Path] = field(default_factory=list)
     """On rank 0: to be removed once no link leads to them."""
     _unseen: dict[Path, bool] = field(default_factory=dict)
@@ -61,7 +63,7 @@ class Saving:
             vars(callback).pop("file_exists", None)
             vars(callback).pop("_link_checkpoint", None)
         self._served.clear()
-        self._trainer, self.resumed = None, None
+        self._trainer, self.resumed, self.known_callbacks = None, None, frozenset()
 
     def save(self, path: str | os.PathLike[str], gather: Callable[[], Content], mesh: Mesh) -> None:
         """Write a checkpoint, or begin to; collective.
@@ -160,6 +162,8 @@ class Saving:
         What was saved before the first ``last`` was made does not name it. The next one would get another name, and a
         ``last`` that is never renewed would stay behind.
         """
+        if callback.state_key not in self.known_callbacks:
+            return False  # the `last` of another callback, which it leaves alone
         if self.resumed is None or callback.last_model_path or not path.name.startswith(callback.CHECKPOINT_NAME_LAST):
             return False
         return path.name == self.resumed.name and path.parent.resolve() == self.resumed.parent.resolve()

@@ -92,6 +92,7 @@ class StatefulStrategy(ReplicaStrategy):
         path = self.broadcast(str(checkpoint_path))
         checkpoint = checkpoints.read(path, self.topology, weights_only)
         self._saving.resumed = checkpoints.local_path(path)
+        self._saving.known_callbacks = frozenset(checkpoint.get("callbacks", ()))
         if state := checkpoint.pop(checkpoints.RANK_STATE, None):
             self._loaded_rank_state = state["state"]
         if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
