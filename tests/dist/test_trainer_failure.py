@@ -203,8 +203,8 @@ def test_no_process_outlives_the_one_that_was_started(run: _Run, signum: signal.
     [
         ("popen", "import", signal.SIGTERM),
         pytest.param("popen", "meet", signal.SIGKILL, marks=pytest.mark.long),
-        ("forkserver", "meet", signal.SIGKILL),
-        pytest.param("fork", "meet", signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param("forkserver", "meet", signal.SIGKILL, marks=pytest.mark.long),
+        ("fork", "meet", signal.SIGKILL),
         pytest.param("spawn", "meet", signal.SIGTERM, marks=pytest.mark.long),
     ],
 )

@@ -82,6 +82,13 @@ def gathered_sequences_do_not_sum_gradients(trainer: Trainer) -> None:
     gather = collectives.gather_from_sequence
     for user in (region, convert):
         user.gather_from_sequence = lambda x, axis, dim, reduce_gradient: gather(x, axis, dim, reduce_gradient=False)
+    of_outputs = linear.reduce_scatter
+
+    def of_gradients(x: Any, axis: Any, dim: int, async_op: bool = False) -> Any:
+        piece = x.chunk(axis.size, dim)[axis.rank].contiguous()
+        return SimpleNamespace(wait=lambda: piece) if async_op else of_outputs(x, axis, dim)
+
+    linear.reduce_scatter = of_gradients
 
 
 def the_end_of_the_blocks_sums_gradients(trainer: Trainer) -> None:
@@ -149,7 +156,7 @@ def fillers_count(trainer: Trainer) -> None:
     runner = trainer.strategy._steps
     pieces, weigh = runner._pieces, runner._weigh
     runner._pieces = lambda batch, facts, **options: pieces(batch, replace(facts, filler=False), **options)
-    runner._weigh = lambda cut, facts: weigh(cut, replace(facts, filler=False))
+    runner._weigh = lambda cut, facts, **options: weigh(cut, replace(facts, filler=False), **options)
 
 
 # --- whole-model gradients ------------------------------------------------------------------------------------------

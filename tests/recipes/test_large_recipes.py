@@ -90,7 +90,14 @@ def smaller(path: Path, folder: Path) -> Path:
     return made
 
 
-@NAMES
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=() if path.stem.startswith(("gpt-1t", "llama3")) else pytest.mark.long)
+        for path in RECIPES
+    ],
+    ids=lambda path: path.stem,
+)
 def test_a_smaller_copy_runs_dry(path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     copied = smaller(path, tmp_path)
     length = yaml.safe_load(path.read_text())["data"]["init_args"]["sequence_length"] + 1

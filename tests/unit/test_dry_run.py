@@ -228,7 +228,7 @@ RECOMPUTED = {"activation_checkpointing": "full"}
 @pytest.mark.parametrize(
     ("pp", "options", "on_gpus", "stages", "runs"),
     [
-        (4, RECOMPUTED, False, [0, 3], 5),
+        pytest.param(4, RECOMPUTED, False, [0, 3], 5, marks=pytest.mark.long),
         (4, RECOMPUTED, True, [0, 3], 5),
         (2, {"schedule": "interleaved_1f1b", "virtual_stages": 2}, False, [0, 1], 6),
         pytest.param(4, {"zero_stage": 3}, False, [0, 1, 3], 5, marks=pytest.mark.long),

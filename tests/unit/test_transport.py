@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_3d import mesh as mesh_module
 from lightning_3d.config import Sizes
 from lightning_3d.mesh import coordinates
 from lightning_3d.pipeline import transport
@@ -121,6 +122,7 @@ def test_ranks_make_the_same_groups_and_meet_in_the_first_message(
     backend = SimpleNamespace(supports_splitting=splits, options=SimpleNamespace(_timeout=5))
     world = SimpleNamespace(bound_device_id="cuda:0", _device_types=["cuda"], _get_backend=lambda device: backend)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: world)
+    monkeypatch.setattr(mesh_module, "_names_are_fresh", lambda world: True)
     for name, function in (("new_group", make), ("split_group", split), ("send", send), ("recv", receive)):
         monkeypatch.setattr(dist, name, function)
     monkeypatch.setenv("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "1")

@@ -11,13 +11,16 @@ from tests.zoo.run import WHOLE_BATCH, attempt, tolerance
 AT_EIGHT = ("llama", "gpt2", "bert", "t5", "nanoGPT")
 """Models that the suite trains on 2 x 2 x 2 ranks as well; ``make zoo`` trains all, at every layout."""
 
+ALIKE = {"mistral", "qwen2", "gemma3", "gptj", "opt", "roberta", "nn.TransformerEncoder, sequence first", "MLP"}
+"""Models that others stand for in the suite; ``make zoo`` and ``make test-long`` train them."""
+
 # No head and no pair of layers that could be shared out: these train with PP and ZeRO, and are listed as whole.
 NOT_CUT = {"LSTM stack", "U-Net"}
 
 LONG = (pytest.mark.slow, pytest.mark.long)
 ROWS = [
     *(pytest.param(name, layout, marks=LONG) for name in MODELS for layout in ("tp2", "pp2")),
-    *((name, "pp2.tp2") for name in MODELS),
+    *(pytest.param(name, "pp2.tp2", marks=LONG if name in ALIKE else ()) for name in MODELS),
     *((name, "pp2.dp2.tp2") for name in AT_EIGHT),
 ]
 
