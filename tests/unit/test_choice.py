@@ -75,8 +75,8 @@ def test_only_sizes_that_are_auto_and_do_not_follow_are_chosen() -> None:
     [
         (4, {}, Sizes(pp=1, dp=4, tp=1)),
         (0.012, {}, Sizes(pp=1, dp=2, tp=2)),
-        (0.006, {}, Sizes(pp=1, dp=1, tp=4)),
-        (0.0125, {"tensor_parallel": 1}, Sizes(pp=2, dp=2, tp=1)),
+        (0.007, {}, Sizes(pp=1, dp=1, tp=4)),
+        (0.014, {"tensor_parallel": 1}, Sizes(pp=2, dp=2, tp=1)),
         (4, {"pipeline_parallel": 2}, Sizes(pp=2, dp=2, tp=1)),
         (4, {"data_parallel": 1}, Sizes(pp=1, dp=1, tp=4)),
     ],
