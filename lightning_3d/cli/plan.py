@@ -43,6 +43,8 @@ _OPTIONS = {
     "--zero": ("zero_stage", "ZeRO stages to choose from"),
 }
 
+_TEXTS, _MAYBE_FLAGS = ("norm", "activation"), ("biases", "learned_positions", "dropout", "packed_attention")
+"""Fields of a shape that are words, and those that are true, false or left to the family."""
 _MISREAD = 0.03
 """Part of the parameters that the shape may miss without a word."""
 _MISCOUNTED = 0.1
@@ -246,9 +248,10 @@ def _changed(shape: ModelShape, changes: Mapping[str, Any], seq_len: int | None)
         if name not in names:
             near = suggest(name, names, prefix="model.")
             raise ConfigError(f"--model.{name} is no part of a shape.{near} There are: {', '.join(names)}.")
-        flag = isinstance(getattr(shape, name), bool) or name in ("biases", "learned_positions", "dropout")
-        if value is not None and (name == "norm") + 2 * flag != isinstance(value, str) + 2 * isinstance(value, bool):
-            raise ConfigError(f"--model.{name}={value} must be {'true or false' if flag else 'a whole number'}.")
+        flag = isinstance(getattr(shape, name), bool) or name in _MAYBE_FLAGS
+        if value is not None and (name in _TEXTS) + 2 * flag != isinstance(value, str) + 2 * isinstance(value, bool):
+            kind = "true or false" if flag else "a word" if name in _TEXTS else "a whole number"
+            raise ConfigError(f"--model.{name}={value} must be {kind}.")
     if seq_len is not None:
         if changes.get("seq_len", seq_len) != seq_len:
             raise ConfigError(f"--seq-len {seq_len} and --model.seq_len={changes['seq_len']} differ. Give one of them.")

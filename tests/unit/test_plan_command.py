@@ -292,3 +292,13 @@ def test_bars_are_as_long_as_what_they_show() -> None:
     assert boxes[1].x == pytest.approx(boxes[0].x + boxes[0].width)
     texts = {shape.text for shape in drawing.shapes if isinstance(shape, Text)}
     assert texts >= {"T", "a", "b", "x", "y", "GB", "limit", "3"}
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [("activation=3", "must be a word"), ("packed_attention=3", "must be true or false"), ("layers=x", "whole number")],
+)
+def test_a_field_of_a_shape_says_what_it_must_be(argument: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--model", "gpt2", f"--model.{argument}", "--cluster", "a100-80g:1x8", "--global-batch", "8"]
+    assert main(["plan", *args]) == 2
+    assert said in capsys.readouterr().err
