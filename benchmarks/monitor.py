@@ -138,7 +138,7 @@ def said(name: str, contender: list[float], base: list[float]) -> str:
     ratios = [one / other for one, other in zip(contender, base, strict=True)]
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return f"  {name:<34} {statistics.median(ratios):.4f} ({medians[50]:.4f} to {medians[-51]:.4f})"
+    return f"  {name:<52} {statistics.median(ratios):.4f} ({medians[50]:.4f} to {medians[-51]:.4f})"
 
 
 def main() -> None:
@@ -156,11 +156,11 @@ def main() -> None:
     print(
         f"events: GPT of {Shape().layers} layers, pp{given.pp} tp{given.tp}, {given.rounds} rounds of {_STRETCH} steps"
     )
-    print(f"  a step takes {1e3 * step:.1f} ms while nobody listens; ratios to it (target {TARGET}):")
-    print(said("somebody listens", mine.wall[HEARD], mine.wall[QUIET]))
-    print(said("somebody listens, processor time", cpu[HEARD], cpu[QUIET]))
-    print(said("nobody, again", mine.wall[AGAIN], mine.wall[QUIET]))
-    print(said("nobody, again, processor time", cpu[AGAIN], cpu[QUIET]))
+    print(f"  a step takes {1e3 * step:.1f} ms while nobody listens; target {TARGET}:")
+    for name, times in (("time", mine.wall), ("processor time", cpu)):
+        base = [(first + second) / 2 for first, second in zip(times[QUIET], times[AGAIN], strict=True)]
+        print(said(f"{name}, somebody listens to nobody does", times[HEARD], base))
+        print(said(f"{name}, nobody listens to the same", times[QUIET], times[AGAIN]))
     cost = mine.spans * mine.span_s
     print(f"  {mine.spans} spans per step x {1e6 * mine.span_s:.2f} us = {cost / step:.3%} of a step")
 
